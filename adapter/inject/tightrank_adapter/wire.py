@@ -1,0 +1,300 @@
+"""What the adapter and the supervisor say to each other, and where: one run directory for each generation of a worker.
+
+    settings.json     supervisor -> adapter   once, before the engine starts
+    control           supervisor -> adapter   a page: the line's budget now (vLLM's scheduler reads it; SGLang gets it as
+                                              a control request, since its schedulers are replicas)
+    hello-<pid>.json  adapter -> supervisor   one per engine process, replaced whole when a hook's state changes
+    beat-<pid>        adapter -> supervisor   a page: progress of the engine's own loop
+    records.sock      adapter -> supervisor   datagrams (JSON objects): "step" and "fault"; they may be lost
+
+Standard library only, no import of ours; the supervisor loads this file by path. Times are CLOCK_MONOTONIC nanoseconds
+(one clock for all processes of a host, unmoved by clock changes).
+"""
+import json
+import mmap
+import os
+import socket
+import struct
+import time
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+SCHEMA = 1
+SETTINGS, CONTROL, RECORDS = "settings.json", "control", "records.sock"
+ENV_ADAPTER, ENV_RUN = "TIGHTRANK_ADAPTER", "TIGHTRANK_RUN"
+
+# Which processes of an engine must hold a hook in force. A role that is not named here says hello and no more.
+HOOK_ROLES: Dict[str, Dict[str, Tuple[str, ...]]] = {
+    "vllm": {"ranks": ("engine-core", "worker"), "line": ("engine-core",)},
+    "sglang": {"ranks": ("scheduler",), "line": ("scheduler",)},
+}
+
+WANTED, IN_FORCE, SKIPPED, FAILED = "wanted", "in-force", "skipped", "failed"
+
+
+class WireError(Exception):
+    """A file or record that does not have the agreed form; the message names the path or field."""
+
+
+class Settings(NamedTuple):
+    """settings.json. `line` holds the keyword arguments of `line.chunk_tokens` and "budget"; tokens and token²."""
+    worker: str
+    generation: int
+    engine: str
+    hooks: Tuple[str, ...]
+    line: Dict[str, Any]
+
+
+class Hello(NamedTuple):
+    """hello-<pid>.json: who a process is and which hooks it holds.
+
+    `start_time` is field 22 of /proc/<pid>/stat (clock ticks after boot); pid and start_time name a process for good.
+    `hooks` maps each wanted hook of this role to {"state": WANTED|IN_FORCE|SKIPPED|FAILED, "wanted": str, "found": str}.
+    `facts` are small measured facts ("granule_tokens", "maximum_tokens", "kv_tokens", ...).
+    """
+    pid: int
+    start_time: int
+    role: str
+    engine: str
+    engine_version: str
+    worker: str
+    generation: int
+    rank: Optional[int]
+    tp_rank: Optional[int]
+    pp_rank: Optional[int]
+    dp_rank: Optional[int]
+    device: Optional[str]
+    hooks: Dict[str, Dict[str, str]]
+    facts: Dict[str, Any]
+
+
+class Beat(NamedTuple):
+    """A beat page: when the engine's own loop last turned, and its counters since the process started."""
+    pid: int
+    start_time: int
+    monotonic_ns: int
+    loops: int
+    steps: int
+    prefill_tokens: int
+    in_flight: int
+
+
+class Step(NamedTuple):
+    """One prefill step of one rank. rows x width <= budget is the line; chunks are [prefix, new tokens] per request."""
+    generation: int
+    pid: int
+    sequence: int
+    rank: int
+    monotonic_ns: int
+    rows: int
+    width: int
+    budget: int
+    over: bool
+    milliseconds: float
+    peak_bytes: Optional[int]
+    chunks: List[List[int]]
+
+
+class Fault(NamedTuple):
+    """One of our own functions raised inside the engine. `replicated`: the decision is taken alike on all ranks."""
+    generation: int
+    pid: int
+    hook: str
+    where: str
+    error: str
+    replicated: bool
+
+
+_KINDS = {"step": Step, "fault": Fault}
+
+
+def start_time(pid: int) -> int:
+    """Field 22 of /proc/<pid>/stat. Raises OSError when there is no such process."""
+    with open("/proc/%d/stat" % pid, "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+def _fields(cls: Any, values: Any, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise WireError("%s: an object was expected, found %s" % (where, type(values).__name__))
+    missing = [name for name in cls._fields if name not in values]
+    if missing:
+        raise WireError("%s: field %s is missing" % (where, missing[0]))
+    return cls(**{name: values[name] for name in cls._fields})
+
+
+def write_json(path: str, values: Dict[str, Any]) -> None:
+    """Replaces `path` whole (temporary file, then rename), private to its owner. Raises OSError."""
+    temporary = "%s.%d.tmp" % (path, os.getpid())
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(values, file)
+    os.replace(temporary, path)
+
+
+def read_json(path: str, cls: Any) -> Any:
+    """A `Settings` or `Hello` from a file. Raises WireError for another schema or form, OSError when unreadable."""
+    with open(path) as file:
+        try:
+            values = json.load(file)
+        except ValueError as error:
+            raise WireError("%s: not JSON (%s)" % (path, error)) from None
+    found = values.get("schema") if isinstance(values, dict) else None
+    if found != SCHEMA:
+        raise WireError("%s: schema %r, wanted %d: adapter and supervisor are of different versions"
+                        % (path, found, SCHEMA))
+    result = _fields(cls, values, path)
+    return result._replace(hooks=tuple(result.hooks)) if cls is Settings else result
+
+
+def write_settings(directory: str, settings: Settings) -> None:
+    write_json(os.path.join(directory, SETTINGS), dict(settings._asdict(), schema=SCHEMA))
+
+
+def read_settings(directory: str) -> Settings:
+    settings: Settings = read_json(os.path.join(directory, SETTINGS), Settings)
+    return settings
+
+
+def hello_path(directory: str, pid: int) -> str:
+    return os.path.join(directory, "hello-%d.json" % pid)
+
+
+def write_hello(directory: str, hello: Hello) -> None:
+    write_json(hello_path(directory, hello.pid), dict(hello._asdict(), schema=SCHEMA))
+
+
+def encode(record: Any) -> bytes:
+    """A `Step` or `Fault` as one datagram."""
+    kind = "step" if type(record) is Step else "fault"
+    return json.dumps([SCHEMA, kind, *record], separators=(",", ":")).encode()
+
+
+def decode(datagram: bytes) -> Any:
+    """The `Step` or `Fault` of a datagram. Raises WireError."""
+    try:
+        schema, kind, *values = json.loads(datagram)
+        cls = _KINDS[kind]
+        if schema != SCHEMA or len(values) != len(cls._fields):  # type: ignore[attr-defined]
+            raise WireError("record: schema %r of kind %r with %d fields" % (schema, kind, len(values)))
+        return cls(*values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise WireError("record: %s: %s" % (type(error).__name__, error)) from None
+
+
+def socket_address(directory: str, descriptor: int) -> str:
+    """The records socket by way of an open directory: a socket's path is limited to 107 bytes, a run directory is not."""
+    return "/proc/self/fd/%d/%s" % (descriptor, RECORDS)
+
+
+class Sender:
+    """Sends records; never blocks and never raises. Unsent records wait (bounded) for the next send; then the oldest go."""
+
+    def __init__(self, directory: str, keep: int = 512) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket.setblocking(False)
+        self._directory = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._address = socket_address(directory, self._directory)
+        self._waiting: List[bytes] = []
+        self._keep = keep
+        self.lost = 0
+
+    def send(self, record: Any) -> None:
+        self._waiting.append(encode(record))
+        self.flush()
+
+    def flush(self) -> None:
+        while self._waiting:
+            try:
+                self._socket.sendto(self._waiting[0], self._address)
+            except OSError:  # full, or the supervisor is gone: neither may disturb an engine
+                excess = len(self._waiting) - self._keep
+                if excess > 0:
+                    del self._waiting[:excess]
+                    self.lost += excess
+                return
+            del self._waiting[0]
+
+
+class _Page:
+    """A 4096-byte mmap that one process writes and others read: a sequence number (odd while being written), values."""
+
+    def __init__(self, path: str, layout: str, create: bool) -> None:
+        self._struct = struct.Struct("<QQ" + layout)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if create else os.O_RDONLY | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if create:
+                os.ftruncate(descriptor, mmap.PAGESIZE)
+            access = mmap.ACCESS_WRITE if create else mmap.ACCESS_READ
+            self._map = mmap.mmap(descriptor, mmap.PAGESIZE, access=access)
+        finally:
+            os.close(descriptor)
+        self._sequence = 0
+        self._path = path
+
+    def write(self, *values: int) -> None:
+        self._sequence += 2
+        self._struct.pack_into(self._map, 0, self._sequence - 1, SCHEMA, *values)
+        self._struct.pack_into(self._map, 0, self._sequence, SCHEMA, *values)
+
+    def read(self) -> Tuple[int, ...]:
+        """Raises WireError when nothing whole is there (not yet written, being written, or another schema)."""
+        for _ in range(8):
+            sequence, schema, *values = self._struct.unpack_from(self._map, 0)
+            again = self._struct.unpack_from(self._map, 0)
+            if sequence and sequence % 2 == 0 and again[0] == sequence:
+                if schema != SCHEMA:
+                    raise WireError("%s: schema %d, wanted %d" % (self._path, schema, SCHEMA))
+                return tuple(values)
+        raise WireError("%s: not written yet" % self._path)
+
+    def close(self) -> None:
+        self._map.close()
+
+
+class BeatWriter:
+    """The beat page of this process. `beat` costs about a microsecond."""
+
+    def __init__(self, directory: str) -> None:
+        self._pid = os.getpid()
+        self._start_time = start_time(self._pid)
+        self._page = _Page(os.path.join(directory, "beat-%d" % self._pid), "7Q", True)
+        self.loops = self.steps = self.prefill_tokens = self.in_flight = 0
+        self.beat()
+
+    def beat(self) -> None:
+        self.loops += 1
+        self._page.write(self._pid, self._start_time, time.monotonic_ns(), self.loops, self.steps,
+                         self.prefill_tokens, self.in_flight)
+
+
+class BeatReader:
+    def __init__(self, directory: str, pid: int) -> None:
+        self._page = _Page(os.path.join(directory, "beat-%d" % pid), "7Q", False)
+
+    def read(self) -> Beat:
+        return Beat(*self._page.read())
+
+    def close(self) -> None:
+        self._page.close()
+
+
+class ControlWriter:
+    """The control page: the budget (token²) that engines which read it must keep from their next step on."""
+
+    def __init__(self, directory: str) -> None:
+        self._page = _Page(os.path.join(directory, CONTROL), "Q", True)
+
+    def publish(self, budget: int) -> None:
+        self._page.write(budget)
+
+    def close(self) -> None:
+        self._page.close()
+
+
+class ControlReader:
+    def __init__(self, directory: str) -> None:
+        self._page = _Page(os.path.join(directory, CONTROL), "Q", False)
+
+    def budget(self) -> int:
+        return self._page.read()[0]

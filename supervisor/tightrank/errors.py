@@ -1,0 +1,67 @@
+"""Cause IDs and exit codes. An ID is never renamed: metrics, journals and runbooks are keyed by it. Imports nothing of ours."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EXIT_CONFIG = 78         # sysexits EX_CONFIG: nothing was started; change the configuration
+EXIT_UNAVAILABLE = 69    # EX_UNAVAILABLE: a worker failed with a cause that no restart fixes
+EXIT_TEMPORARY = 75      # EX_TEMPFAIL: ended before it was clean; trying again may help
+EXIT_SOFTWARE = 70       # EX_SOFTWARE: a fault of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A named reason for a failure. `restart_helps`: whether the same start may succeed next time."""
+    id: str
+    meaning: str
+    restart_helps: bool
+
+
+_ALL = (
+    # configuration: exit 78, nothing started
+    Cause("config-invalid", "The configuration has an unknown key or a value outside its range.", False),
+    Cause("model-directory-missing", "The model directory is not there or has no readable config.json.", False),
+    Cause("port-taken", "A port that a worker or the supervisor needs is in use.", False),
+    Cause("state-directory-unusable", "The state directory cannot be made or written.", False),
+    Cause("state-directory-in-use", "Another supervisor holds the state directory.", False),
+    Cause("engine-binary-missing", "The engine's program is not there or not executable.", False),
+    Cause("hook-unavailable", "A hook was asked for that this engine or release does not have.", False),
+    # sizing at start: no restart can fix them
+    Cause("kv-pool-too-small", "Weights and activations leave no room for the KV cache.", False),
+    Cause("context-exceeds-kv-pool", "The KV cache cannot hold one request of the maximum length.", False),
+    Cause("device-memory-taken", "Too little device memory is free at start for what the engine was told to use.", False),
+    Cause("host-memory-too-small", "Host memory cannot hold what the engine was told to reserve.", False),
+    Cause("graph-capture-out-of-memory", "CUDA graph capture ran out of memory.", False),
+    Cause("state-cache-too-small", "The hybrid (mamba / linear attention) state cache cannot hold the requests.", False),
+    Cause("tensor-parallel-invalid", "The model's heads cannot be divided by the tensor parallel size.", False),
+    Cause("arguments-invalid", "The engine refused its command line or configuration.", False),
+    Cause("model-unreadable", "The engine could not read the model's files.", False),
+    Cause("dtype-unsupported", "The device does not support the data type or quantization.", False),
+    Cause("memory-profiling-disturbed", "Memory changed under the engine while it was measuring.", True),
+    # the adapter
+    Cause("adapter-not-in-force", "A hook that was asked for is not in force on every rank.", False),
+    Cause("adapter-fault", "A function of the adapter raised inside the engine.", True),
+    # while starting or running
+    Cause("out-of-memory", "The device or the host ran out of memory.", True),
+    Cause("killed-by-oom", "The kernel's OOM killer ended a process of the worker.", True),
+    Cause("rank-died", "A rank or role process of the worker ended.", True),
+    Cause("engine-exited", "The engine's main process ended without being asked.", True),
+    Cause("engine-error", "The engine reported a fatal error of its own.", True),
+    Cause("start-stalled", "The engine made no progress while starting.", True),
+    Cause("canary-failed", "The engine says it is healthy and did not answer a real request.", True),
+    Cause("guard-floor", "Available memory fell under the guard's floor; the guard ended all ranks.", True),
+    Cause("process-unkillable", "A process stayed in state D after SIGKILL.", False),
+    Cause("port-not-released", "A port of the worker stayed in use after its tree was ended.", True),
+    Cause("spawn-failed", "The engine's process could not be started.", True),
+    Cause("restarts-exhausted", "The worker failed too often in a row.", False),
+    Cause("unknown", "The engine ended and nothing it printed says why.", True),
+)
+CAUSES = {cause.id: cause for cause in _ALL}
+
+
+class ConfigError(Exception):
+    """Bad input found before anything was started. One line: key, value, range, place, what to do. Exit code 78."""
+
+    def __init__(self, message: str, *, cause: str = "config-invalid") -> None:
+        super().__init__(message)
+        self.cause = CAUSES[cause].id
