@@ -1,0 +1,69 @@
+"""Which engine's modules get which hook, and the ways in: sitecustomize and the engines' own plugin doors.
+
+`start` is cheap: it looks at the run directory and leaves the rest to the import of the modules in `HOOKS`.
+"""
+import os
+import stat
+import sys
+from typing import Any, Callable, Dict, Tuple
+
+from . import imports
+
+# engine: (hook, module of the engine, function of ours that gets that module). Rows of a module run in this order.
+HOOKS: Dict[str, Tuple[Tuple[str, str, str], ...]] = {
+    "sglang": (
+        ("ranks", "sglang.srt.managers.scheduler", "tightrank_adapter.sglang.ranks:scheduler"),
+        ("ranks", "sglang.srt.managers.detokenizer_manager", "tightrank_adapter.sglang.ranks:detokenizer"),
+        ("ranks", "sglang.srt.managers.data_parallel_controller", "tightrank_adapter.sglang.ranks:controller"),
+        ("ranks", "sglang.srt.entrypoints.engine", "tightrank_adapter.sglang.ranks:main"),
+        ("line", "sglang.srt.managers.scheduler", "tightrank_adapter.sglang.line:install"),
+    ),
+    "vllm": (),
+}
+
+_started = False
+
+
+def start() -> None:
+    """Installs the hooks of this run. Idempotent. Raises OSError for a run directory that is not ours alone."""
+    global _started
+    directory = os.environ.get("TIGHTRANK_ADAPTER")
+    if _started or not directory:
+        return
+    _check(directory)
+    _started = True
+    for rows in HOOKS.values():
+        for hook, module, target in rows:
+            imports.after_import(module, _installer(directory, hook, target))
+
+
+def register() -> None:
+    """The engines' plugin doors (entry points sglang.srt.plugins and vllm.general_plugins) come in here."""
+    start()
+
+
+def _check(directory: str) -> None:
+    found = os.stat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError("%s: must be a directory of user %d with mode 0700, found user %d, mode %04o"
+                              % (directory, os.geteuid(), found.st_uid, stat.S_IMODE(found.st_mode)))
+
+
+def _installer(directory: str, hook: str, target: str) -> Callable[[Any], None]:
+    def install(module: Any) -> None:
+        try:
+            from . import fault, rank
+            if hook not in rank.settings(directory).hooks:
+                return
+        except Exception as error:  # noqa: BLE001 - without settings there is nobody to tell but stderr
+            sys.stderr.write("tightrank adapter: hook %s: %s: %s\n" % (hook, type(error).__name__, error))
+            return
+        fault.contained(hook, target, _resolve, target)(module)
+
+    return install
+
+
+def _resolve(target: str, module: Any) -> None:
+    from importlib import import_module
+    name, _, function = target.partition(":")
+    getattr(import_module(name), function)(module)

@@ -1,0 +1,163 @@
+"""This process as the supervisor sees it: its hello, beat page and records.
+
+Nothing leaves before `hello`; hook states and facts told earlier are kept and go out with it. A forked child is nobody
+until it says hello itself.
+"""
+import os
+import signal
+import sys
+import time
+from typing import Any, Dict, List, Optional
+
+from . import wire
+
+_settings: Optional[wire.Settings] = None
+_directory = ""
+_me: Optional["_Process"] = None
+_hooks: Dict[str, Dict[str, str]] = {}
+_facts: Dict[str, Any] = {}
+_FAULTS_KEPT = 8
+_PR_SET_PDEATHSIG = 1
+
+
+class _Process:
+    """What this process holds open once it said hello."""
+
+    def __init__(self, identity: Dict[str, Any]) -> None:
+        self.pid = os.getpid()
+        self.identity = identity
+        self.sender = wire.Sender(_directory)
+        self.page = wire.BeatWriter(_directory)
+        self.sequence = 0
+
+
+def settings(directory: str = "") -> wire.Settings:
+    """The settings of this generation, read once. Raises OSError or wire.WireError."""
+    global _settings, _directory
+    if _settings is None:
+        _directory = directory or os.environ[wire.ENV_ADAPTER]
+        _settings = wire.read_settings(_directory)
+    return _settings
+
+
+def directory() -> str:
+    """The run directory of this generation."""
+    return _directory
+
+
+def number() -> Optional[int]:
+    """This process's rank, or None before hello and for processes that have none."""
+    me = _mine()
+    return me.identity["rank"] if me is not None else None
+
+
+def said_hello() -> bool:
+    return _mine() is not None
+
+
+def _mine() -> Optional[_Process]:
+    return _me if _me is not None and _me.pid == os.getpid() else None
+
+
+def hello(role: str, rank: Optional[int] = None, tp_rank: Optional[int] = None, pp_rank: Optional[int] = None,
+          dp_rank: Optional[int] = None, device: Optional[str] = None, engine_version: str = "") -> None:
+    """Says who this process is; `role` as in wire.HOOK_ROLES. Once per process: a second call changes the identity.
+
+    Every role but "main" dies with its parent from here on. Raises OSError when the run directory cannot be written.
+    """
+    global _me
+    identity = {"role": role, "rank": rank, "tp_rank": tp_rank, "pp_rank": pp_rank, "dp_rank": dp_rank,
+                "device": device, "engine_version": engine_version}
+    me = _mine()
+    if me is not None:
+        me.identity = identity
+    else:
+        settings()
+        _me = _Process(identity)
+        if role != "main":
+            _die_with_parent()
+    _write()
+
+
+def hook(name: str, state: str, wanted: str = "", found: str = "") -> None:
+    """The state of a hook in this process (wire.IN_FORCE ...); FAILED stays FAILED."""
+    if _hooks.get(name, {}).get("state") != wire.FAILED:
+        _hooks[name] = {"state": state, "wanted": wanted, "found": found}
+        _write()
+
+
+def fact(name: str, value: Any) -> None:
+    """A small measured fact for the hello (JSON)."""
+    if _facts.get(name) != value:
+        _facts[name] = value
+        _write()
+
+
+def beat(in_flight: Optional[int] = None) -> None:
+    """The engine's own loop turned. `in_flight`: requests in this engine, None keeps the last number."""
+    me = _mine()
+    if me is not None:
+        if in_flight is not None:
+            me.page.in_flight = in_flight
+        me.page.beat()
+
+
+def step(chunks: List[List[int]], budget: int, over: bool, milliseconds: float, peak_bytes: Optional[int]) -> None:
+    """One prefill step: `chunks` are [prefix, new tokens] per request, `budget` is the line's (token²) at that step."""
+    me = _mine()
+    if me is None:
+        return
+    rows = sum(new for _, new in chunks)
+    width = max((prefix + new for prefix, new in chunks), default=0)
+    me.sequence += 1
+    me.page.steps += 1
+    me.page.prefill_tokens += rows
+    me.sender.send(wire.Step(settings().generation, me.pid, me.sequence, me.identity["rank"] or 0, time.monotonic_ns(),
+                             rows, width, budget, over, milliseconds, peak_bytes, chunks))
+
+
+def fault(hook: str, where: str, error: str, replicated: bool) -> None:
+    """A function of ours raised. Kept in the hello ("faults"), and sent."""
+    _facts["fault_count"] = _facts.get("fault_count", 0) + 1
+    faults = _facts.setdefault("faults", [])
+    if len(faults) < _FAULTS_KEPT:
+        faults.append({"hook": hook, "where": where, "error": error, "replicated": replicated})
+        _write()
+    me = _mine()
+    if me is not None:
+        me.sender.send(wire.Fault(settings().generation, me.pid, hook, where, error, replicated))
+
+
+def _write() -> None:
+    me = _mine()
+    if me is None:
+        return
+    held = settings()
+    roles = wire.HOOK_ROLES.get(held.engine, {})
+    hooks = {name: _hooks.get(name, {"state": wire.WANTED, "wanted": "", "found": ""})
+             for name in held.hooks if me.identity["role"] in roles.get(name, ())}
+    said = wire.Hello(pid=me.pid, start_time=wire.start_time(me.pid), engine=held.engine, worker=held.worker,
+                      generation=held.generation, hooks=hooks, facts=_facts, **me.identity)
+    try:
+        wire.write_hello(_directory, said)
+    except OSError as error:  # the supervisor misses it and says so; the engine must not
+        sys.stderr.write("tightrank adapter: hello not written: %s\n" % error)
+
+
+def _die_with_parent() -> None:
+    """SIGKILL for us when the parent ends. vLLM's EngineCore has no watch of its own and outlives its server."""
+    import ctypes
+    from multiprocessing import parent_process
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = parent_process()
+    if parent is not None and parent.pid != os.getppid():  # it ended before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def device_pci_id(index: int) -> Optional[str]:
+    """"0000:65:00.0" of CUDA or ROCm device `index` as this process numbers them; None without one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(index)
+    return "%04x:%02x:%02x.0" % (found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
