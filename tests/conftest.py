@@ -1,0 +1,44 @@
+"""Fixtures for all tiers: a state directory, a free port, processes that do not outlive their test."""
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from helpers import free_ports, kill, session_pids
+
+
+@pytest.fixture
+def state_directory(tmp_path: Path) -> Path:
+    """A state directory of the supervisor, private to its owner."""
+    path = tmp_path / "state"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of the loopback that nobody listens on."""
+    return free_ports(1)[0]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts processes in their own session; whatever is left of the session is killed when the test ends."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(argv: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None = None,
+              **keywords: object) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] = subprocess.Popen(  # type: ignore[call-overload]
+            [os.fspath(part) for part in argv], env={**os.environ, **(env or {})}, start_new_session=True, **keywords)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        for pid in session_pids(process.pid):
+            kill(pid)
+        process.kill()
+        process.wait(timeout=30)

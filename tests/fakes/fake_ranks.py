@@ -1,0 +1,143 @@
+"""The fake engine's processes: their titles, their telemetry through the adapter's wire format, their faults."""
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+try:
+    from tightrank_adapter import line, wire
+except ImportError:
+    line = wire = None
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def title(text):
+    """Sets what ps shows, the way setproctitle does: in place of the argument strings."""
+    stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(stat[45]), int(stat[46])
+    value = text.encode()[:end - start - 1]
+    ctypes.memmove(start, value.ljust(end - start, b"\0"), end - start)
+    LIBC.prctl(15, value[:15], 0, 0, 0)  # PR_SET_NAME
+
+
+def die_with(parent):
+    LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class Telemetry:
+    """The adapter's part, spoken through its own wire format. Nothing when the adapter is not there."""
+
+    def __init__(self, options):
+        self.options = options
+        self.directory = os.environ.get("TIGHTRANK_ADAPTER", "")
+        self.on = bool(self.directory and wire and not options.no_hello)
+        self.settings = wire.read_settings(self.directory) if self.on else None
+        self.control = None
+
+    def hello(self, role, rank=None):
+        if not self.on:
+            return
+        wanted = [hook for hook in self.settings.hooks
+                  if role in wire.HOOK_ROLES[self.options.engine].get(hook, ())]
+        last = rank is None or rank == self.options.children - 1
+        hooks = {hook: self._hook(hook, last) for hook in wanted}
+        facts = {"line_budget": self.settings.line.get("budget"), "granule_tokens": 64} if "line" in wanted else {}
+        self.said = wire.Hello(
+            pid=os.getpid(), start_time=wire.start_time(os.getpid()), role=role, engine=self.options.engine,
+            engine_version="0.0.0+fake", worker=self.settings.worker, generation=self.settings.generation, rank=rank,
+            tp_rank=rank, pp_rank=None if rank is None else 0, dp_rank=None, device=None, hooks=hooks, facts=facts)
+        wire.write_hello(self.directory, self.said)
+        self.beat = wire.BeatWriter(self.directory)
+        self.sender = wire.Sender(self.directory)
+
+    def _hook(self, hook, last):
+        if hook == self.options.hook_failed and last:
+            return {"state": wire.FAILED, "wanted": "Scheduler.target of 0.0.0+fake", "found": "no such attribute"}
+        return {"state": wire.IN_FORCE, "wanted": "", "found": ""}
+
+    def fact(self, name, value):
+        self.said.facts[name] = value
+        wire.write_hello(self.directory, self.said)
+
+    def published_budget(self):
+        """What the supervisor's control page says now; None when it says nothing yet."""
+        try:
+            self.control = self.control or wire.ControlReader(self.directory)
+            return self.control.budget()
+        except (OSError, wire.WireError):
+            return None
+
+    def turn(self, in_flight=0):
+        if self.on:
+            self.beat.in_flight = in_flight
+            self.beat.beat()
+            self.sender.flush()
+
+    def step(self, sequence, rank, prefix, new, budget):
+        if not self.on:
+            return
+        self.beat.steps += 1
+        self.beat.prefill_tokens += new
+        width = prefix + new
+        self.sender.send(wire.Step(
+            self.settings.generation, os.getpid(), sequence, rank, time.monotonic_ns(), new, width, budget,
+            bool(budget and new * width > budget), self.options.step_seconds * 1000, None, [[prefix, new]]))
+
+
+class Rank:
+    """One rank process: turns its loop, answers the steps that main sends, and holds what faults it was told to."""
+
+    def __init__(self, options, telemetry, connection, number):
+        self.options, self.telemetry, self.connection, self.number = options, telemetry, connection, number
+        self.started, self.ready = time.monotonic(), None
+        self.ballast = [b"\1" * (options.memory_mib << 20)] if number == 0 else []
+        self.grown_mib = 0
+
+    def run(self):
+        while True:
+            readable = select.select([self.connection], [], [], 0.05)[0]
+            message = json.loads(self.connection.recv(4096) or "null") if readable else {}
+            if message is None:
+                os._exit(0)
+            self.handle(message)
+            self.telemetry.turn(message.get("in_flight", 0))
+            if self.number == 0:
+                self.faults()
+
+    def handle(self, message):
+        if "ready" in message:
+            self.ready = time.monotonic()
+        if "budget" in message and "new" not in message and self.telemetry.on:
+            self.telemetry.fact("line_budget", message["budget"])
+        if "new" in message:
+            time.sleep(self.options.step_seconds)
+            self.telemetry.step(message["sequence"], self.number, message["prefix"], message["new"], message["budget"])
+        if message:
+            self.connection.send(b"done")
+
+    def faults(self):
+        grow = int(self.options.grow_mib_per_second * (time.monotonic() - self.started)) - self.grown_mib
+        if grow > 0:
+            self.ballast.append(b"\1" * (grow << 20))
+            self.grown_mib += grow
+        if self.due(self.options.serve_then_die):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.due(self.options.block_in_futex):
+            signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+            LIBC.syscall(202, ctypes.byref(ctypes.c_int(0)), 128, 0, None, None, 0)  # futex(FUTEX_WAIT_PRIVATE)
+        while self.due(self.options.freeze):
+            pass
+
+    def due(self, seconds):
+        return seconds is not None and self.ready is not None and time.monotonic() - self.ready >= seconds
