@@ -1,0 +1,5 @@
+"""Configuration: one tightrank.yaml, TIGHTRANK_* variables and `--set` -> one frozen `Config`."""
+from .load import Loaded, Resolved, load
+from .shape import Config, Guard, Http, Limits, Line, Worker
+
+__all__ = ["Config", "Guard", "Http", "Limits", "Line", "Loaded", "Resolved", "Worker", "load"]

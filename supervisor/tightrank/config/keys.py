@@ -1,0 +1,124 @@
+"""The one table of keys. Parsing, environment names, JSON Schema, `tightrank check` and the documents come from it."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .units import Choice, Duration, Kind, ListOf, Path, Size, TableOf, Text, Whole
+
+ENGINES = ("vllm", "sglang")
+HOOKS = ("ranks", "line")
+COMMANDS = {"vllm": ("vllm", "serve"), "sglang": ("python3", "-m", "sglang.launch_server")}
+
+_NAME = Text(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", "1 to 40 of a-z, 0-9 and -, with a letter or digit at both ends")
+_ENV_NAME = Text(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and _")
+_HOST = Text(r"[A-Za-z0-9.:_-]+", "a host name or an address")
+_PORT = Whole(1, 65535)
+_TOKENS = Whole(1, 2**30)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key. `default` is text as one would write it; None: `unset` says in words what holds then."""
+    path: str
+    kind: Kind
+    doc: str
+    default: str | None = None
+    unset: str = ""
+    required: bool = False
+
+    @property
+    def field(self) -> str:
+        """The name of the record's field that the key fills; it carries the unit."""
+        return self.path.rpartition(".")[2] + self.kind.suffix
+
+    @property
+    def section(self) -> str:
+        return self.path.rpartition(".")[0]
+
+
+_ALL = (
+    Key("name", _NAME, "Name of the deployment; it names the state directory too.", "tightrank"),
+    Key("model", Path(), "Directory of the model (with its config.json).", required=True),
+    Key("engine", Choice(ENGINES), "The engine that serves it.", required=True),
+    Key("command", ListOf(Text()), "Program to start the engine with; point it into the engine's own environment.",
+        unset="[vllm, serve], or [python3, -m, sglang.launch_server]"),
+    Key("served_model", Text(r"[^\s]+", "a name without spaces"), "The name that a request must give.",
+        unset="the model's path as given"),
+    Key("state_directory", Path(), "Journal, logs and run directories; one supervisor at a time.",
+        unset="/var/lib/tightrank/NAME for root, else $XDG_STATE_HOME/tightrank/NAME"),
+    Key("hooks", ListOf(Choice(HOOKS)), "Changes the adapter makes inside the engine. Without `line` the line is off.",
+        "ranks,line"),
+    Key("http.host", _HOST, "Address of the supervisor's own HTTP.", "127.0.0.1"),
+    Key("http.port", _PORT, "Port of the supervisor's own HTTP.", "9470"),
+    Key("http.token_file", Path(), "File with the token that writes need on a public address.",
+        unset="a public address is read-only"),
+    Key("guard.floor", Size(), "Available memory below which all ranks are ended; 0B: no floor.", "1.5GiB"),
+    Key("guard.margin", Size(), "Memory kept free above the floor.", "512MiB"),
+    Key("guard.priority", Whole(0, 9), "Of several guards on a host the one with the lowest number acts first.", "0"),
+    Key("line.budget", Whole(1, 10**15), "Token² budget B: new tokens x longest key length of a batch stay under it.",
+        "2.0e8"),
+    Key("line.minimum", _TOKENS, "Smallest chunk (tokens) of a request that was accepted.", "256"),
+    Key("line.maximum", _TOKENS, "Largest chunk (tokens), at a short prefix.",
+        unset="the chunk flag in `args`, else 2048"),
+    Key("line.granule", _TOKENS, "Chunks are multiples of this (tokens).",
+        unset="page or block size and the engine's own alignment, at least 64"),
+    Key("line.rule", Choice(("span", "prefix")), "span: T x (L+T) <= B. prefix: T x L <= B, as first published.",
+        "span"),
+    Key("line.step", Choice(("granule", "pow2")), "pow2: only powers of two times the granule.", "granule"),
+    Key("line.context", _TOKENS, "Longest request (tokens) that the engine may accept.",
+        unset="the smaller of the model's own length and what the line allows"),
+    Key("limits.drain", Duration(0, 86400), "Time for requests in flight to end after SIGTERM.", "30s"),
+    Key("limits.start_stall", Duration(1, 86400), "A start without any progress for this long has failed.", "5m"),
+    Key("limits.restarts", Whole(0, 1000), "Failures in a row after which a worker stays failed.", "5"),
+    Key("limits.backoff_first", Duration(0.001, 86400), "Pause before the first restart; it doubles each time.", "1s"),
+    Key("limits.backoff_longest", Duration(0.001, 86400), "The longest such pause.", "5m"),
+    Key("workers[].name", _NAME, "Name of the worker; unique.", required=True),
+    Key("workers[].role", Choice(("both", "prefill", "decode")), "What it does of a request.", "both"),
+    Key("workers[].tensor_parallel", Whole(1, 1024), "Devices that share each layer.", "1"),
+    Key("workers[].pipeline_parallel", Whole(1, 1024), "Devices in a row.", "1"),
+    Key("workers[].devices", ListOf(Text(r"[A-Za-z0-9:._/-]+", "a device number or UUID")),
+        "Devices it may use, one per rank.", unset="all that the engine sees"),
+    Key("workers[].host", _HOST, "Address the engine listens on.", "127.0.0.1"),
+    Key("workers[].port", _PORT, "Port the engine listens on.", "8001"),
+    Key("workers[].args", ListOf(Text(r"[^\x00]+", "text")), "More arguments for the engine, passed as they are.", ""),
+    Key("workers[].env", TableOf(_ENV_NAME), "More environment variables for the engine.", unset="none"),
+    Key("workers[].api_key_file", Path(), "File with the engine's API key.", unset="the engine asks for none"),
+)
+KEYS: Mapping[str, Key] = {key.path: key for key in _ALL}
+SECTIONS = ("http", "guard", "line", "limits")
+
+# No settings: the engines' mark and door, the cache of the set-up, the token of the command line's client.
+RESERVED = ("TIGHTRANK_RUN", "TIGHTRANK_ADAPTER", "TIGHTRANK_CACHE", "TIGHTRANK_TOKEN")
+
+
+def env_name(path: str) -> str:
+    """`guard.floor` -> TIGHTRANK_GUARD_FLOOR."""
+    return "TIGHTRANK_" + path.replace(".", "_").upper()
+
+
+def overridable() -> dict[str, Key]:
+    """Keys that the environment and `--set` may give: all but those of a worker, and the program to start."""
+    return {path: key for path, key in KEYS.items() if not path.startswith("workers[]") and path != "command"}
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON Schema (2020-12) of tightrank.yaml."""
+    top = _object(key for key in _ALL if not key.section)
+    for section in SECTIONS:
+        top["properties"][section] = _object(key for key in _ALL if key.section == section)
+    worker = _object(key for key in _ALL if key.section == "workers[]")
+    top["properties"]["workers"] = {"type": "array", "items": worker, "minItems": 1}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "tightrank.yaml", **top}
+
+
+def _object(keys: Any) -> dict[str, Any]:
+    chosen = list(keys)
+    properties = {}
+    for key in chosen:
+        properties[key.path.rpartition(".")[2]] = {
+            **key.kind.schema(),
+            "description": key.doc + (f" Default: {key.default or key.unset}." if key.default or key.unset else "")}
+    return {"type": "object", "additionalProperties": False, "properties": properties,
+            "required": [key.path.rpartition(".")[2] for key in chosen if key.required]}

@@ -1,0 +1,147 @@
+"""Sources -> one frozen `Config`. Precedence: `--set`, then TIGHTRANK_*, then the file, then the default."""
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from . import units
+from .keys import COMMANDS, KEYS, Key
+from .shape import Config, Guard, Http, Limits, Line, Worker
+from .source import Entry, from_arguments, from_environment, from_file
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """One key as it came out: its value in text and where it came from."""
+    key: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    config: Config
+    rows: tuple[Resolved, ...]
+
+
+def load(path: Path, environment: Mapping[str, str], settings: Sequence[str] = ()) -> Loaded:
+    """The configuration in `path` with its overrides. Raises ConfigError: one line that names key, value and place."""
+    here = Path.cwd()
+    entries = {**from_file(path), **from_environment(environment, here), **from_arguments(settings, here)}
+    return resolve(entries, environment, str(path))
+
+
+def resolve(entries: Mapping[str, Entry], environment: Mapping[str, str], whole: str,
+            as_written: bool = False) -> Loaded:
+    """`whole` names the source as a whole, where a required key is missing. Raises ConfigError."""
+    resolver = _Resolver(entries, whole)
+    top = resolver.section("")
+    top["command"] = top["command"] or COMMANDS[top["engine"]]
+    top["state_directory"] = top["state_directory"] or _state_directory(top["name"], environment)
+    config = Config(**top, http=Http(**resolver.section("http")), guard=Guard(**resolver.section("guard")),
+                    line=Line(**resolver.section("line")), limits=Limits(**resolver.section("limits")),
+                    workers=resolver.workers(), as_written=as_written,
+                    places={row.key: row.origin for row in resolver.rows})
+    _check_across(config)
+    return Loaded(config, tuple(resolver.rows))
+
+
+def _state_directory(name: str, environment: Mapping[str, str]) -> str:
+    if os.geteuid() == 0:
+        return f"/var/lib/tightrank/{name}"
+    home = environment.get("XDG_STATE_HOME") or f"{environment.get('HOME', '')}/.local/state"
+    return f"{home}/tightrank/{name}"
+
+
+class _Resolver:
+    """Takes keys out of the entries, one section after the other, and notes each as a row."""
+
+    def __init__(self, entries: Mapping[str, Entry], whole: str) -> None:
+        self._entries = entries
+        self._whole = whole
+        self.rows: list[Resolved] = []
+
+    def section(self, section: str, path: str | None = None) -> dict[str, Any]:
+        """{field: value} of the keys of `section`, which stand under `path` in the entries."""
+        chosen = [key for key in KEYS.values() if key.section == section]
+        prefix = section if path is None else path
+        return {key.field: self._take(key, f"{prefix}.{_last(key)}" if prefix else key.path) for key in chosen}
+
+    def workers(self) -> tuple[Worker, ...]:
+        paths = [path for path in self._entries if path.startswith("workers[") and path.endswith("]")]
+        if not paths:
+            raise ConfigError(f"{self._whole}: workers: is required, for example workers: [{{name: a, port: 8001}}]")
+        return tuple(Worker(**self.section("workers[]", path)) for path in paths)
+
+    def _take(self, key: Key, path: str) -> Any:
+        entry = self._entries.get(path)
+        if entry is None:
+            return self._default(key, path)
+        try:
+            value = _parse(key.kind, entry)
+        except ValueError as error:
+            shown = "" if isinstance(entry.value, Mapping) else f"{_shown(entry.value)} "
+            raise ConfigError(f"{entry.place}: {path}: {shown}{error}") from None
+        self.rows.append(Resolved(path, _shown(entry.value), entry.place))
+        return value
+
+    def _default(self, key: Key, path: str) -> Any:
+        if key.required:
+            place = self._entries[path.rpartition(".")[0]].place if path.startswith("workers[") else self._whole
+            raise ConfigError(f"{place}: {path}: is required: {key.doc}")
+        self.rows.append(Resolved(path, key.default if key.default is not None else f"({key.unset})", "default"))
+        if key.default is not None:
+            return key.kind.parse(key.default)
+        return {units.ListOf: (), units.TableOf: {}}.get(type(key.kind))
+
+
+def _last(key: Key) -> str:
+    return key.path.rpartition(".")[2]
+
+
+def _shown(value: str | tuple[str, ...] | Mapping[str, str]) -> str:
+    """For a person. Values of environment variables may be secrets: their names are enough."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}=..." for name in value) or "{}"
+    return value if isinstance(value, str) else "[" + ", ".join(value) + "]"
+
+
+def _parse(kind: units.Kind, entry: Entry) -> Any:
+    value = entry.value
+    if isinstance(value, Mapping):
+        assert isinstance(kind, units.TableOf)
+        return {kind.names.parse(name): units.Text(r"[^\x00]*", "text").parse(text) for name, text in value.items()}
+    if isinstance(value, tuple):
+        assert isinstance(kind, units.ListOf)
+        return kind.parse_all(value)
+    parsed = kind.parse(value)
+    return str(entry.base / Path(parsed).expanduser()) if isinstance(kind, units.Path) else parsed
+
+
+def _check_across(config: Config) -> None:
+    """What no single key can tell. Raises ConfigError."""
+    limits = config.limits
+    if limits.backoff_longest_seconds < limits.backoff_first_seconds:
+        first, longest = map(units.format_duration, (limits.backoff_first_seconds, limits.backoff_longest_seconds))
+        raise config.error("limits.backoff_longest", f"{longest} is less than limits.backoff_first, {first}; raise it")
+    if len(set(config.hooks)) < len(config.hooks):
+        raise config.error("hooks", f"{', '.join(config.hooks)}: name each hook once")
+    for index, worker in enumerate(config.workers):
+        _check_worker(config, f"workers[{index}]", worker, config.workers[:index])
+
+
+def _check_worker(config: Config, path: str, worker: Worker, before: Sequence[Worker]) -> None:
+    for other, earlier in enumerate(before):
+        if earlier.name == worker.name:
+            raise config.error(f"{path}.name", f"{worker.name} is the name of workers[{other}] too; names are unique")
+    ranks = worker.tensor_parallel * worker.pipeline_parallel
+    if worker.devices and len(worker.devices) != ranks:
+        raise config.error(f"{path}.devices", f"{len(worker.devices)} devices for {ranks} ranks (tensor_parallel "
+                           f"{worker.tensor_parallel} x pipeline_parallel {worker.pipeline_parallel}); name {ranks}")
+    for name in worker.env:
+        if name.startswith("TIGHTRANK_"):
+            raise config.error(f"{path}.env", f"{name} is set by the supervisor alone; leave it out")

@@ -1,0 +1,121 @@
+"""What a configuration is: frozen records, and their form on disk. `keys.py` says which keys fill them.
+
+Secrets are paths to files here, never values, so a configuration may be stored.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ConfigError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Http:
+    """Where the supervisor answers. `token_file`: the token that writes need on a public address."""
+    host: str
+    port: int
+    token_file: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """The memory floor: under `floor_bytes` of available memory all ranks are ended. `margin_bytes` lies above it."""
+    floor_bytes: int
+    margin_bytes: int
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The line as asked for (token², tokens). None: the plan chooses. In force when `hooks` holds "line"."""
+    budget: int
+    minimum: int
+    maximum: int | None
+    granule: int | None
+    rule: str
+    step: str
+    context: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Times and counts of the worker's life."""
+    drain_seconds: float
+    start_stall_seconds: float
+    restarts: int
+    backoff_first_seconds: float
+    backoff_longest_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One engine instance as asked for."""
+    name: str
+    role: str
+    tensor_parallel: int
+    pipeline_parallel: int
+    devices: tuple[str, ...]
+    host: str
+    port: int
+    args: tuple[str, ...]
+    env: Mapping[str, str]
+    api_key_file: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One deployment. `places` says where each key came from, for messages; `as_written`: `command` is a whole command
+    line that already names model, address and parallelism (`tightrank run`)."""
+    name: str
+    model: str
+    engine: str
+    command: tuple[str, ...]
+    served_model: str | None
+    state_directory: str
+    hooks: tuple[str, ...]
+    http: Http
+    guard: Guard
+    line: Line
+    limits: Limits
+    workers: tuple[Worker, ...]
+    as_written: bool = False
+    places: Mapping[str, str] = field(default_factory=dict)
+
+    def error(self, key: str, sentence: str, cause: str = "config-invalid") -> ConfigError:
+        """The one-line error of a key: place, key, what is wrong and what to do."""
+        return ConfigError(f"{self.places.get(key, 'default')}: {key}: {sentence}", cause=cause)
+
+    def to_json(self) -> str:
+        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Config:
+        """Raises ConfigError when `text` is not what `to_json` of this version writes."""
+        try:
+            values = json.loads(text)
+            if values.pop("schema") != SCHEMA:
+                raise ValueError("another schema")
+            return cls(**{name: _restore(name, value) for name, value in values.items()})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"stored configuration: of another version ({error}); `tightrank up` it again") from None
+
+
+_SECTIONS = {"http": Http, "guard": Guard, "line": Line, "limits": Limits}
+
+
+def _restore(name: str, value: Any) -> Any:
+    if name == "workers":
+        return tuple(Worker(**_tuples(worker)) for worker in value)
+    if name in _SECTIONS:
+        return _SECTIONS[name](**value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

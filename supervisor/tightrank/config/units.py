@@ -1,0 +1,187 @@
+"""The kinds of values that a configuration holds: text as written -> value, and back. Pure.
+
+A kind's `parse` raises ValueError whose message completes the sentence "<key>: <text as written> ...".
+Text is what stands in the file, the environment or on the command line, so YAML's own guesses (`no`, 1:30, 0o10) never
+apply.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+_SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+          "KB": 10**3, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_DURATIONS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_COUNT = re.compile(r"[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?")
+
+
+class Kind(Protocol):
+    """A kind of value. `suffix` is what the field's name carries as its unit."""
+
+    @property
+    def suffix(self) -> str: ...
+    def parse(self, text: str) -> Any: ...
+    def schema(self) -> dict[str, Any]: ...
+
+
+def _with_unit(text: str, units: dict[str, Any], example: str) -> float:
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2] not in units:
+        raise ValueError(f"must be a number with one of the units {', '.join(units)}, for example {example}")
+    return float(match[1]) * float(units[match[2]])
+
+
+def format_size(size: int) -> str:
+    """The shortest exact way to write `size` bytes that `Size` reads back."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size >= _SIZES[unit] and size % (_SIZES[unit] // 4) == 0:
+            return f"{size / _SIZES[unit]:.2f}".rstrip("0").rstrip(".") + unit
+    return f"{size}B"
+
+
+def format_duration(seconds: float) -> str:
+    """The shortest way to write `seconds` that `Duration` reads back (to the millisecond)."""
+    milliseconds = round(seconds * 1000)
+    for unit, scale in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+        if milliseconds and milliseconds % scale == 0:
+            return f"{milliseconds // scale}{unit}"
+    return f"{milliseconds}ms" if milliseconds else "0s"
+
+
+def _between(value: float, least: float, most: float, show: Any) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"must be between {show(least)} and {show(most)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bytes, written with a unit: 1.5GiB, 512MiB."""
+    least: int = 0
+    most: int = 2**50
+    suffix: str = "_bytes"
+
+    def parse(self, text: str) -> int:
+        size = _with_unit(text, _SIZES, "1.5GiB")
+        if size != int(size):
+            raise ValueError("must be a whole number of bytes")
+        _between(size, self.least, self.most, lambda value: format_size(int(value)))
+        return int(size)
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "pattern": rf"^\d+(\.\d+)? ?({'|'.join(_SIZES)})$"}
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """Seconds, written with a unit: 250ms, 10s, 5m, 1h."""
+    least: float = 0.0
+    most: float = 7 * 86400.0
+    suffix: str = "_seconds"
+
+    def parse(self, text: str) -> float:
+        seconds = round(_with_unit(text, _DURATIONS, "10s"), 6)
+        _between(seconds, self.least, self.most, format_duration)
+        return seconds
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "pattern": rf"^\d+(\.\d+)? ?({'|'.join(_DURATIONS)})$"}
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole number, written 2048, 200_000_000 or 2.0e8."""
+    least: int
+    most: int
+    suffix: str = ""
+
+    def parse(self, text: str) -> int:
+        if not _COUNT.fullmatch(text) or re.match(r"0[0-9_]", text):
+            raise ValueError("must be a whole number, for example 2048, 200_000_000 or 2.0e8")
+        digits = text.replace("_", "")
+        value = int(digits) if digits.isdigit() else float(digits)
+        if value != int(value):
+            raise ValueError("must be a whole number")
+        _between(value, self.least, self.most, lambda bound: str(int(bound)))
+        return int(value)
+
+    def schema(self) -> dict[str, Any]:
+        # minimum and maximum bind a number, the pattern a string: YAML readers take 2.0e8 for a string
+        return {"type": ["integer", "string"], "minimum": self.least, "maximum": self.most,
+                "pattern": f"^{_COUNT.pattern}$"}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a few words."""
+    words: tuple[str, ...]
+    suffix: str = ""
+
+    def parse(self, text: str) -> str:
+        if text not in self.words:
+            raise ValueError(f"must be one of {', '.join(self.words)}")
+        return text
+
+    def schema(self) -> dict[str, Any]:
+        return {"enum": list(self.words)}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Any text that matches `pattern`; `what` says in words what that is."""
+    pattern: str = r"[^\x00\n]+"
+    what: str = "one line of text"
+    suffix: str = ""
+
+    def parse(self, text: str) -> str:
+        if not re.fullmatch(self.pattern, text):
+            raise ValueError(f"must be {self.what}")
+        return text
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": ["string", "number", "boolean"]} if self.pattern == Text().pattern else \
+            {"type": ["string", "integer"], "pattern": f"^{self.pattern}$"}
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A path; a relative one starts at the folder of the file that names it. `~` is the home directory."""
+    suffix: str = ""
+
+    def parse(self, text: str) -> str:
+        return Text().parse(text)
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string"}
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """A list; outside the file it is written with commas."""
+    kind: Kind
+    suffix: str = ""
+
+    def parse(self, text: str) -> tuple[Any, ...]:
+        return self.parse_all(text.split(",") if text else [])
+
+    def parse_all(self, texts: Sequence[str]) -> tuple[Any, ...]:
+        return tuple(self.kind.parse(text) for text in texts)
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "array", "items": self.kind.schema()}
+
+
+@dataclass(frozen=True, slots=True)
+class TableOf:
+    """Names with texts, such as environment variables."""
+    names: Text
+    suffix: str = ""
+
+    def parse(self, text: str) -> dict[str, str]:
+        raise ValueError("can only be set in the file")
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "object", "propertyNames": {"pattern": f"^{self.names.pattern}$"},
+                "additionalProperties": {"type": ["string", "number", "boolean"]}}
