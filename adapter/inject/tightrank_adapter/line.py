@@ -86,6 +86,25 @@ def fits(budget: int, prefix: int, tokens: int, rows: int = 0, width: int = 0, *
     return tokens <= _largest(budget, prefix, rows, width, rule)
 
 
+def accepted_chunk_tokens(budget: int, prefix: int, remaining: int, rows: int, width: int, *, alone: bool, limit: int,
+                          minimum: int, maximum: int, granule: int, rule: Rule = "span", step: Step = "granule") -> int:
+    """New tokens, in [0, remaining], of a request that an engine has accepted, in a batch as for `batch_chunk_tokens`.
+
+    `remaining` tokens of its prompt are still to be done and the engine itself allows `limit` of them in this step.
+    0 leaves it out of the step, where others are; `alone` (no other prompt in the batch) gets at least `minimum`, over
+    the line or not, or it would wait for ever. The end of a prompt is what it is; no other chunk is under `minimum`.
+    """
+    tokens = min(batch_chunk_tokens(budget, prefix, rows, width, minimum=minimum, maximum=maximum, granule=granule,
+                                    rule=rule, step=step), limit // granule * granule)
+    if remaining <= tokens:
+        return remaining
+    if tokens >= minimum:
+        return tokens
+    if remaining <= min(limit, minimum) and fits(budget, prefix, remaining, rows, width, rule=rule):
+        return remaining
+    return min(-(-minimum // granule) * granule, limit, remaining) if alone else 0
+
+
 def longest_prefix(budget: int, *, minimum: int, granule: int, rule: Rule = "span") -> int:
     """The largest prefix at which `minimum` new tokens still fit, or -1 when they do not even at prefix 0.
 
