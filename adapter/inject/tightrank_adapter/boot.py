@@ -18,7 +18,13 @@ HOOKS: Dict[str, Tuple[Tuple[str, str, str], ...]] = {
         ("ranks", "sglang.srt.entrypoints.engine", "tightrank_adapter.sglang.ranks:main"),
         ("line", "sglang.srt.managers.scheduler", "tightrank_adapter.sglang.line:install"),
     ),
-    "vllm": (),
+    "vllm": (
+        ("ranks", "vllm.v1.engine.utils", "tightrank_adapter.vllm.ranks:main"),
+        ("ranks", "vllm.v1.engine.core", "tightrank_adapter.vllm.ranks:core"),
+        ("ranks", "vllm.v1.worker.worker_base", "tightrank_adapter.vllm.ranks:worker"),
+        ("ranks", "vllm.v1.worker.gpu_worker", "tightrank_adapter.vllm.steps:install"),
+        ("line", "vllm.config.scheduler", "tightrank_adapter.vllm.line:install"),
+    ),
 }
 
 _started = False

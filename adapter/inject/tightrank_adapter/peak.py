@@ -1,0 +1,37 @@
+"""The peak of memory over one step of this process (what asking costs: scripts/bench/adapter).
+
+`reset` must not run before an engine has sized its KV cache: engines size from the same counters.
+"""
+import os
+import sys
+from typing import Any, Optional
+
+_RESET_PEAK = b"5"  # proc(5): /proc/pid/clear_refs; no privilege needed
+
+
+def reset() -> None:
+    """Starts a new peak: of CUDA's or ROCm's allocator where a device is in use, of resident memory otherwise."""
+    cuda = _cuda()
+    if cuda is not None:
+        cuda.reset_peak_memory_stats()
+        return
+    descriptor = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, _RESET_PEAK)
+    finally:
+        os.close(descriptor)
+
+
+def read() -> Optional[int]:
+    """Bytes at the peak since `reset`; None where the kernel does not say."""
+    cuda = _cuda()
+    if cuda is not None:
+        return int(cuda.max_memory_allocated())
+    with open("/proc/self/status", "rb") as file:
+        _, found, rest = file.read().partition(b"VmHWM:")
+    return int(rest.split(None, 1)[0]) << 10 if found else None
+
+
+def _cuda() -> Any:
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
