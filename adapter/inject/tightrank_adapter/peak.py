@@ -32,6 +32,11 @@ def read() -> Optional[int]:
     return int(rest.split(None, 1)[0]) << 10 if found else None
 
 
+def on_device() -> bool:
+    """Whether this process computes on a GPU (CUDA or ROCm)."""
+    return _cuda() is not None
+
+
 def _cuda() -> Any:
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None

@@ -79,6 +79,14 @@ def hello(role: str, rank: Optional[int] = None, tp_rank: Optional[int] = None, 
     _write()
 
 
+def locate(index: int) -> None:
+    """This rank computes on CUDA or ROCm device `index`, as this process numbers them (known only once it is bound)."""
+    me = _mine()
+    if me is not None:
+        me.identity["device"] = device_pci_id(index)
+        _write()
+
+
 def hook(name: str, state: str, wanted: str = "", found: str = "") -> None:
     """The state of a hook in this process (wire.IN_FORCE ...); FAILED stays FAILED."""
     if _hooks.get(name, {}).get("state") != wire.FAILED:

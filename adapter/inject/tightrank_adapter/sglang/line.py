@@ -1,0 +1,230 @@
+"""Hook `line` for SGLang >= 0.5.20: every prefill batch of a scheduler keeps under the line.
+
+Two functions of PrefillAdder admit prompt tokens: `add_chunked_req` (the next chunk of the one unfinished prompt) and
+`add_one_req` (a new request, behind what it finds in the prefix cache). Both take their limit from `rem_chunk_tokens`,
+so it is lowered for the call, never raised, and what the call spent is taken off the engine's own number afterwards.
+
+The schedulers of a worker are replicas: the decision uses nothing but what is alike on all of them.
+"""
+from math import lcm
+from typing import Any, Dict, List, NamedTuple, Optional
+
+from .. import fault, line, rank, wire
+
+HOOK = "line"
+BUDGET_KEY = "tightrank_line_budget"  # POST /set_internal_state {"server_args": {BUDGET_KEY: token²}}
+
+
+class _Line:
+    """What bounds a chunk in this process; `keywords` are those of line.chunk_tokens."""
+
+    def __init__(self, budget: int, keywords: Dict[str, Any], mixed: bool, page: int) -> None:
+        self.budget, self.keywords, self.mixed, self.page = budget, keywords, mixed, page
+
+    @property
+    def least(self) -> int:
+        granule: int = self.keywords["granule"]
+        return -(-int(self.keywords["minimum"]) // granule) * granule
+
+
+class _Lowered(NamedTuple):
+    """The engine's number before we lowered it, ours, and the prefix that the decision was made for."""
+    before: int
+    ours: int
+    prefix: int
+
+
+_line: Optional[_Line] = None
+
+
+def budget() -> int:
+    """The budget in force in this process, token²; 0 without the line."""
+    return _line.budget if _line is not None else 0
+
+
+def is_over(chunks: List[List[int]]) -> bool:
+    """Whether a batch of [prefix, new tokens] is over the line."""
+    if _line is None:
+        return False
+    span: bool = _line.keywords["rule"] == "span"
+    longest = max(prefix + (new if span else 0) for prefix, new in chunks)
+    return sum(new for _, new in chunks) * longest > _line.budget
+
+
+def install(module: Any) -> None:
+    """Gets sglang.srt.managers.scheduler. Raises fault.Missing for a release without what is hooked."""
+    adder = fault.require(module, "PrefillAdder")
+    other = fault.require(fault.require(module, "AddReqResult"), "OTHER")
+    fault.wrap(adder, "add_chunked_req", HOOK, before=_before_chunk, after=_after_chunk, fallback=_least_chunk,
+               replicated=True)
+    fault.wrap(adder, "add_one_req", HOOK, replicated=True, after=_after_request(other),
+               before=_before_request(other), fallback=_least_request(other))
+    scheduler = fault.require(module, "Scheduler")
+    fault.wrap(scheduler, "set_internal_state", HOOK, before=_take_budget, after=_set_budget, replicated=True)
+    begin = fault.contained(HOOK, "Scheduler.__init__", _begin, adder)
+    fault.wrap(scheduler, "__init__", HOOK, after=lambda token, result, self, *args, **kwargs: begin(self))
+
+
+def _begin(adder: Any, scheduler: Any) -> None:
+    """The scheduler is complete: its sizes are known, and from 0.5.22 on it says which adder it really uses."""
+    global _line
+    choose = getattr(scheduler, "get_prefill_adder_class", None)
+    adder = choose() if choose is not None else adder
+    for owner, name in ((adder, "add_chunked_req"), (adder, "add_one_req"), (type(scheduler), "set_internal_state")):
+        if not fault.is_wrapped(fault.require(owner, name), HOOK):
+            raise fault.Missing("%s.%s" % (owner.__qualname__, name), "an override without the hook")
+    _line = _sized(scheduler, dict(rank.settings().line))
+    rank.fact("line_budget", _line.budget)
+    rank.fact("granule_tokens", _line.keywords["granule"])
+    rank.fact("maximum_tokens", _line.keywords["maximum"])
+    rank.hook(HOOK, wire.IN_FORCE)
+
+
+def _sized(scheduler: Any, values: Dict[str, Any]) -> _Line:
+    """The configured line, fitted to the engine's page, alignment and chunk size. Raises Missing if it cannot be."""
+    page = scheduler.page_size
+    granule = lcm(values["granule"], page, scheduler.truncation_align_size or 1)
+    size = scheduler.chunked_prefill_size
+    maximum = min(values["maximum"], size or 0) // granule * granule
+    least = max(values["minimum"], granule)
+    if maximum < least:
+        raise fault.Missing("--chunked-prefill-size of at least %d (minimum %d, granule %d)"
+                            % (-(-least // granule) * granule, values["minimum"], granule),
+                            "chunked prefill is off" if size is None else "%d" % size)
+    keywords = {"minimum": values["minimum"], "maximum": maximum, "granule": granule,
+                "rule": values.get("rule", "span"), "step": values.get("step", "granule")}
+    return _Line(values["budget"], keywords, scheduler.is_mixed_chunk, page)
+
+
+def _held() -> _Line:
+    if _line is None:
+        raise RuntimeError("a batch before the scheduler was complete")
+    return _line
+
+
+def _prefix(req: Any) -> int:
+    """Tokens of `req` in the KV cache: `prefix_len` from 0.5.22 on, before that the length of `prefix_indices`."""
+    held = getattr(req, "prefix_len", None)
+    return int(held if held is not None else len(req.prefix_indices))
+
+
+def _extend(req: Any) -> int:
+    """New tokens of an admitted `req`: `extend_len` from 0.5.22 on, before that a range."""
+    new = getattr(req, "extend_len", None)
+    return int(new if new is not None else req.extend_range.length)
+
+
+def _taken(adder: Any, mixed: bool) -> List[int]:
+    """[rows, width] that the batch being built holds; kept on the adder, which lives for one batch.
+
+    With mixed chunks the running requests join as one row each.
+    """
+    taken = adder.__dict__.get("_tightrank_taken")
+    if taken is None:
+        running = adder.running_batch.reqs if mixed and adder.running_batch is not None else ()
+        taken = adder._tightrank_taken = [len(running), max((req.seqlen for req in running), default=0)]
+    result: List[int] = taken
+    return result
+
+
+def _decide(adder: Any, prefix: int, remaining: int) -> int:
+    held = _held()
+    rows, width = _taken(adder, held.mixed)
+    return line.accepted_chunk_tokens(
+        held.budget, prefix, remaining, rows, width, alone=not adder.can_run_list,
+        limit=adder.rem_chunk_tokens // held.page * held.page, **held.keywords)
+
+
+def _lower(adder: Any, prefix: int, tokens: int, page: int) -> _Lowered:
+    """A whole prompt is compared by pages, so the end of one needs its last page's room."""
+    before = adder.rem_chunk_tokens
+    adder.rem_chunk_tokens = min(before, -(-tokens // page) * page)
+    return _Lowered(before, adder.rem_chunk_tokens, prefix)
+
+
+def _not_ours(adder: Any) -> bool:
+    """Chunking is off, or a diffusion model, which has another budget."""
+    return adder.rem_chunk_tokens is None or getattr(adder, "dllm_config", None) is not None
+
+
+def _before_chunk(adder: Any, req: Any) -> Optional[_Lowered]:
+    if _not_ours(adder):
+        return None
+    prefix = _prefix(req)
+    tokens = _decide(adder, prefix, len(req.full_untruncated_fill_ids) - prefix)
+    return _lower(adder, prefix, tokens, _held().page)
+
+
+def _least_chunk(adder: Any, req: Any) -> Optional[_Lowered]:
+    return None if _not_ours(adder) else _lower(adder, _prefix(req), _held().least, _held().page)
+
+
+def _after_chunk(token: Optional[_Lowered], unfinished: Any, adder: Any, req: Any) -> None:
+    if token is not None:
+        _account(token, adder, req, unfinished is not None)
+
+
+def _account(token: _Lowered, adder: Any, req: Any, unfinished: bool) -> bool:
+    """Puts the engine's number right after its call; whether the request was admitted.
+
+    An unfinished prompt closes the batch, as it does in the engine: there is only one, and a second would displace it.
+    """
+    spent = token.ours - adder.rem_chunk_tokens
+    admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
+    if admitted:
+        taken = _taken(adder, _held().mixed)
+        taken[0] += _extend(req)
+        taken[1] = max(taken[1], token.prefix + _extend(req))
+    adder.rem_chunk_tokens = 0 if unfinished and admitted else token.before - spent
+    return admitted
+
+
+def _before_request(other: Any) -> Any:
+    def before(adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: Optional[int]) -> Any:
+        if _not_ours(adder):
+            return None
+        prefix = _prefix(req) + req.host_hit_length
+        remaining = len(req.full_untruncated_fill_ids) - prefix
+        tokens = _decide(adder, prefix, remaining)
+        if tokens == 0 or (tokens < remaining and (has_chunked_req or adder.new_chunked_req is not None)):
+            return fault.Answer(other)
+        return _lower(adder, prefix, tokens, _held().page)
+
+    return before
+
+
+def _least_request(other: Any) -> Any:
+    """The answer when `_before_request` fails: at most one request in a batch, with the least chunk."""
+    def fallback(adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: Optional[int]) -> Any:
+        if _not_ours(adder):
+            return None
+        return fault.Answer(other) if adder.can_run_list or has_chunked_req else _least_chunk(adder, req)
+
+    return fallback
+
+
+def _after_request(other: Any) -> Any:
+    def after(token: Optional[_Lowered], verdict: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        if token is None:
+            return None
+        unfinished = adder.new_chunked_req is req
+        if not _account(token, adder, req, unfinished):
+            return None
+        return fault.Answer(other if unfinished else adder.budget_state())
+
+    return after
+
+
+def _take_budget(scheduler: Any, request: Any) -> Optional[int]:
+    """Our key out of a control request. A bad value stays in it: the engine refuses it as an unknown key."""
+    wanted = request.server_args.get(BUDGET_KEY)
+    if type(wanted) is not int or wanted < 1 or _line is None:
+        return None
+    request.server_args = {key: value for key, value in request.server_args.items() if key != BUDGET_KEY}
+    return wanted
+
+
+def _set_budget(wanted: Optional[int], answer: Any, scheduler: Any, request: Any) -> None:
+    if wanted is not None and answer.updated:
+        _held().budget = wanted
+        rank.fact("line_budget", wanted)
