@@ -38,7 +38,8 @@ def run_command(argv: Sequence[str | os.PathLike[str]], *, timeout: float = 60.0
 def tightrank(*arguments: str, timeout: float = 60.0, env: Mapping[str, str] | None = None,
               cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`tightrank ARGUMENTS` of this checkout, run to its end."""
-    return run_command([sys.executable, "-m", "tightrank.cli", *arguments], timeout=timeout, cwd=cwd,
+    command = "import sys; from tightrank.cli import main; sys.exit(main())"
+    return run_command([sys.executable, "-P", "-c", command, *arguments], timeout=timeout, cwd=cwd,
                        env={"PYTHONPATH": str(SUPERVISOR), **(env or {})})
 
 

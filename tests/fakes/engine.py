@@ -6,7 +6,7 @@ It has the real processes (main, ranks, detokenizer or engine core, a resource t
 start lines of the real shape, serves /health, /v1/models, /v1/completions, /generate and /set_internal_state, answers
 400 to prompts that are too long, and cuts prompts into chunks by the adapter's own line arithmetic. With
 TIGHTRANK_ADAPTER set and the adapter on PYTHONPATH every process says hello, beats and sends step records. Unknown
-flags are accepted, as the plan adds flags of the real engines. No model is needed: token t is answered by (t + 1) % 256.
+flags are accepted, as the plan adds those of the real engines. There is no model: (t + 1) % 256 follows token t.
 
 What happens when a rank dies: vLLM's health turns 503 and main exits 0 two seconds later; SGLang's main kills its tree.
 """
