@@ -90,6 +90,7 @@ class WorkerSpec:
     start_stall_seconds: float     # a start without any progress for this long has stalled
     api_key: str | None = None     # the engine's own, for our canary
     notes: tuple[str, ...] = ()    # sentences for `tightrank plan`: what we set and why
+    rank_roles: tuple[tuple[str, int], ...] = ()   # how many processes of which role must say hello
     generation: int = 0
     run_directory: str = ""
 
@@ -194,14 +195,64 @@ class Snapshot:
     guard: Mapping[str, Any]               # the guard's page: see guard.py; empty when unreadable
 
 
+class Request(StrEnum):
+    """What a person (or the supervisor's own end) asks of a worker."""
+    DRAIN = "drain"        # admit nothing more, finish what is in flight, stay there
+    RESUME = "resume"      # admit again; a stopped or failed worker starts
+    RESTART = "restart"    # end this generation, start the next
+    STOP = "stop"          # drain, then end
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What the engine's own port said. `canary_ok`: a real request of ours was served in this generation."""
+    monotonic: float
+    health_ok: bool
+    canary_ok: bool
+    why: str = ""                          # the last refusal, "" when all is well
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What `decide` may know of a worker beside its reading. Made by the worker, once a tick."""
+    name: str
+    engine: str
+    phase: Phase
+    generation: int
+    since_monotonic: float                 # of the phase
+    started_monotonic: float               # of the generation
+    progress_monotonic: float              # last sign of progress while starting
+    start_stall_seconds: float
+    hooks: tuple[str, ...]
+    hook_roles: tuple[tuple[str, str, int], ...]   # (hook, role, processes) that must be in force
+    exit_status: int | None                # of the main process, as Popen.returncode; None: it runs
+    proof: Diagnosis | None                # a line that proves a failure although the engine still runs
+    post_mortem: Diagnosis | None          # what all lines and the exit say
+    faults: tuple[tuple[str, str, bool], ...]      # (hook, error, replicated) of the adapter
+    probe: ProbeResult | None
+    healthy_since_monotonic: float | None
+    guard_stops_at_start: int
+    ended: bool                            # STOPPING: no process, no port is left
+    end_trouble: Diagnosis | None          # STOPPING: what is left after the limit
+    diagnosis: Diagnosis | None            # why this generation is ended; None: on request
+    failures_in_row: int
+    next_start_monotonic: float | None
+    requests: tuple[Request, ...]
+    restart_wanted: bool                   # STOPPING on a request to restart
+
+
 class ActionKind(StrEnum):
     """What can be decided. TIGHTEN, SHED and ABORT have their place here and are decided by a later issue."""
     TIGHTEN = "tighten"
     SHED = "shed"
     ABORT = "abort"
-    STOP = "stop"                          # end the generation
-    RESTART = "restart"
-    FAIL = "fail"
+    STOP = "stop"                          # end the generation; with a diagnosis at once, without one by draining
+    START = "start"                        # the next generation
+    BACK_OFF = "back-off"                  # wait `delay_seconds`, then start
+    FAIL = "fail"                          # stay down, serve the cause
+    REST = "rest"                          # stay down, on request
+    ADMIT = "admit"                        # the worker is up
+    DRAIN = "drain"                        # admit nothing more
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ class Sender:
             del self._waiting[0]
 
 
-class _Page:
+class Page:
     """A 4096-byte mmap that one process writes and others read: a sequence number (odd while being written), values."""
 
     def __init__(self, path: str, layout: str, create: bool) -> None:
@@ -258,7 +258,7 @@ class BeatWriter:
     def __init__(self, directory: str) -> None:
         self._pid = os.getpid()
         self._start_time = start_time(self._pid)
-        self._page = _Page(os.path.join(directory, "beat-%d" % self._pid), "7Q", True)
+        self._page = Page(os.path.join(directory, "beat-%d" % self._pid), "7Q", True)
         self.loops = self.steps = self.prefill_tokens = self.in_flight = 0
         self.beat()
 
@@ -270,7 +270,7 @@ class BeatWriter:
 
 class BeatReader:
     def __init__(self, directory: str, pid: int) -> None:
-        self._page = _Page(os.path.join(directory, "beat-%d" % pid), "7Q", False)
+        self._page = Page(os.path.join(directory, "beat-%d" % pid), "7Q", False)
 
     def read(self) -> Beat:
         return Beat(*self._page.read())
@@ -283,7 +283,7 @@ class ControlWriter:
     """The control page: the budget (token²) that engines which read it must keep from their next step on."""
 
     def __init__(self, directory: str) -> None:
-        self._page = _Page(os.path.join(directory, CONTROL), "Q", True)
+        self._page = Page(os.path.join(directory, CONTROL), "Q", True)
 
     def publish(self, budget: int) -> None:
         self._page.write(budget)
@@ -294,7 +294,7 @@ class ControlWriter:
 
 class ControlReader:
     def __init__(self, directory: str) -> None:
-        self._page = _Page(os.path.join(directory, CONTROL), "Q", False)
+        self._page = Page(os.path.join(directory, CONTROL), "Q", False)
 
     def budget(self) -> int:
         return self._page.read()[0]

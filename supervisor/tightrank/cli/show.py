@@ -1,0 +1,61 @@
+"""/status as text for a person."""
+from __future__ import annotations
+
+import time
+from typing import Any
+
+Json = dict[str, Any]
+_COLOURS = {"up": "32", "starting": "33", "draining": "33", "stopping": "33", "backing-off": "33", "failed": "31",
+            "stopped": "2"}
+
+
+def status_text(body: Json, colour: bool = False, now_unix: float | None = None) -> str:
+    """What runs, in which phase, the memory of each rank against the floor, and causes with what to change."""
+    now = time.time() if now_unix is None else now_unix
+    memory, tightest = body["memory"], body["tightest_rank"]
+    lines = [f"{body['name']}: {'ready' if body['ready'] else 'not ready: ' + body['reason']}",
+             f"memory  {gib(memory['available_bytes'])} available of {gib(memory['mem_total_bytes'])}, "
+             f"floor {gib(body['floor_bytes'])}, lowest seen {gib(body['guard'].get('lowest_available_bytes'))}"]
+    if tightest:
+        lines.append(f"tightest rank  {tightest['worker']} {tightest['role']} "
+                     f"{'' if tightest['rank'] is None else tightest['rank']}: {gib(tightest['available_bytes'])} available")
+    for worker in body["workers"]:
+        lines += ["", *_worker(worker, colour, now)]
+    return "\n".join(lines)
+
+
+def gib(count: float | None) -> str:
+    return "unknown" if count is None else f"{count / (1 << 30):.2f} GiB"
+
+
+def _worker(worker: Json, colour: bool, now: float) -> list[str]:
+    phase = f"\033[{_COLOURS[worker['phase']]}m{worker['phase']}\033[0m" if colour else worker["phase"]
+    step = f" ({worker['step']})" if worker["step"] else ""
+    lines = [f"{worker['name']}  {worker['engine']} {worker['engine_version'] or ''}  {phase}{step} for "
+             f"{now - worker['since_unix']:.0f} s, generation {worker['generation']}, restarts {worker['restarts']}, "
+             f"http://{worker['host']}:{worker['port']}"]
+    if worker["line"]:
+        line = worker["line"]
+        lines.append(f"  line  {worker['line_budget']:.3g} token², chunks {line['minimum']} to {line['maximum']} by "
+                     f"{line['granule']}, longest request {worker['context_tokens']} tokens, "
+                     f"{worker['over_line_steps']} steps over the line")
+    lines += [_rank(rank) for rank in worker["ranks"]]
+    if worker["diagnosis"]:
+        lines += _cause(worker["diagnosis"])
+    elif worker["reason"]:
+        lines.append(f"  {worker['reason']}")
+    return lines
+
+
+def _rank(rank: Json) -> str:
+    hooks = " ".join(f"{name}={state['state']}" for name, state in rank["hooks"].items())
+    number = "" if rank["rank"] is None else f" {rank['rank']}"
+    return (f"  {rank['role'] + number:<16} pid {rank['id']['pid']:<8} {gib(rank['available_bytes'])} available  "
+            f"{rank['steps']} steps  {hooks}").rstrip()
+
+
+def _cause(diagnosis: Json) -> list[str]:
+    return [f"  cause   {diagnosis['cause']} ({diagnosis['meaning']})", f"  reason  {diagnosis['summary']}",
+            *(f"  said    {line}" for line in diagnosis["evidence"][:3]),
+            f"  change  {diagnosis['change']}",
+            f"  restart {'may help' if diagnosis['restart_helps'] else 'does not help'}"]

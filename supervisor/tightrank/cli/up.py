@@ -1,0 +1,83 @@
+"""`tightrank up` and `tightrank run`: check everything, take the state directory, then become the guard."""
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from tightrank import check, host, inputs, plan
+from tightrank.adapter import wire
+from tightrank.cli.common import add_config_options, load_config
+from tightrank.config import Config
+from tightrank.config.command import from_command
+from tightrank.errors import ConfigError
+
+_GUARD = Path(__file__).resolve().parent.parent / "guard.py"
+
+
+def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    up = commands.add_parser("up", help="bring the deployment up and supervise it (stays in the foreground)",
+                             description="Checks the configuration, then becomes the guard, which starts the daemon, "
+                             "which starts the workers. SIGTERM drains and ends; a second one ends now. Exit codes: "
+                             "0 after a clean stop, 69 a worker had failed for good, 75 ended before it was clean, "
+                             "78 the configuration cannot work (nothing was started).")
+    add_config_options(up)
+    up.set_defaults(call=lambda arguments: bring_up(load_config(arguments).config))
+    run = commands.add_parser("run", help="supervise an engine command line without any YAML",
+                              usage="tightrank run [--set KEY=VALUE] -- ENGINE COMMAND LINE",
+                              description="Example: tightrank run --set guard.floor=2GiB -- vllm serve /models/m --port 8000")
+    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                     help="a configuration key, e.g. line.budget=2.0e8 (may be given again)")
+    run.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- ENGINE COMMAND LINE")
+    run.set_defaults(call=_run)
+
+
+def _run(arguments: argparse.Namespace) -> NoReturn:
+    words = arguments.command_line
+    bring_up(from_command(words[1:] if words[:1] == ["--"] else words, os.environ, arguments.settings).config)
+
+
+def bring_up(config: Config) -> NoReturn:
+    """Never returns: this process becomes the guard. Raises ConfigError while nothing has been started."""
+    check.refuse(config, plan.build(config, host.read(), inputs.read(config, os.environ)), os.environ)
+    state = Path(config.state_directory)
+    lock = take_lock(state)
+    run = state / "run"
+    for directory in (run, state / "logs"):
+        directory.mkdir(mode=0o700, exist_ok=True)
+    _write(run / "config.json", config.to_json())
+    orders = {"schema": 1, "daemon_argv": [sys.executable, "-m", "tightrank.daemon", str(run / "config.json")],
+              "run_directory": str(run), "floor_bytes": config.guard.floor_bytes, "priority": config.guard.priority,
+              "lock_descriptor": lock}
+    wire.write_json(str(run / "guard.json"), orders)
+    os.set_inheritable(lock, True)
+    sys.stdout.flush()
+    # -I and -S keep the guard small (about 12 MiB) and its modules its own: no site-packages, no sitecustomize.
+    os.execv(sys.executable, [sys.executable, "-I", "-S", "-B", str(_GUARD), str(run / "guard.json")])
+
+
+def take_lock(state: Path) -> int:
+    """The descriptor that holds <state>/lock for as long as it is open. Raises ConfigError."""
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"state_directory={state}: cannot be written ({error.strerror}); give a directory of your own",
+                          cause="state-directory-unusable") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"state_directory={state}: another supervisor holds it; stop that one (tightrank stop) or give "
+                          "this deployment its own state_directory", cause="state-directory-in-use") from None
+    return descriptor
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        wire.write_json(str(path), json.loads(text))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}", cause="state-directory-unusable") from None

@@ -1,0 +1,273 @@
+"""The table of contents: builds the parts, then turns: collect, read, decide, act, publish.
+
+`python -m tightrank.daemon <state>/run/config.json`, started by the guard. The main thread is the loop (it also spawns the
+engines: their parent-death signal is bound to it); HTTP, log writing and probes have threads of their own.
+"""
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from tightrank import act, api, decide, plan, status
+from tightrank.adapter import wire
+from tightrank.config import Config
+from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
+from tightrank.host import read_host
+from tightrank.logs import Sink
+from tightrank.readers.engine_http import Prober
+from tightrank.readers.guard import GuardReader
+from tightrank.readers.memory import MemoryReader
+from tightrank.readers.nvidia import NvidiaReader
+from tightrank.readers.process import ProcessTable, marked
+from tightrank.records import Event, Phase, Request, Snapshot
+from tightrank.report import Board, Journal
+from tightrank.watch import Watch
+from tightrank.worker import Surroundings, Worker
+
+CALM_SECONDS, BUSY_SECONDS = 1.0, 0.25       # between ticks when nothing happens; a death or a line wakes at once
+CALM_TABLE_SECONDS, BUSY_TABLE_SECONDS = 5.0, 0.25
+COALESCE_SECONDS = 0.02                      # what comes together is read together
+FAULTS_IN_A_ROW = 20                         # ticks that raise, then the daemon ends and the guard starts it again
+_ENDED = (Phase.STOPPED, Phase.FAILED)
+_MOVING = (Phase.STARTING, Phase.STOPPING, Phase.BACKING_OFF)
+
+
+class Generations:
+    """The last generation number of each worker, on disk before a start uses it: a number is used once, whatever dies."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._numbers: dict[str, int] = {}
+        if path.exists():
+            try:
+                self._numbers = {str(name): int(number) for name, number in json.loads(path.read_text()).items()}
+            except (ValueError, AttributeError) as error:
+                raise ConfigError(f"{path}: not a table of generations ({error}); remove it if no engine of this "
+                                  "deployment runs", cause="state-directory-unusable") from None
+
+    def next(self, worker: str) -> int:
+        """Raises OSError when it cannot be kept."""
+        self._numbers[worker] = self._numbers.get(worker, 0) + 1
+        wire.write_json(str(self._path), self._numbers)
+        return self._numbers[worker]
+
+    def current(self) -> Mapping[str, int]:
+        return dict(self._numbers)
+
+
+class Daemon:
+    """One deployment, from its first start to its end."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.state = Path(config.state_directory)
+        self.started_unix = time.time()
+        self.policy = decide.Policy(config.guard.floor_bytes, config.guard.margin_bytes, config.limits.restarts,
+                                    config.limits.backoff_first_seconds, config.limits.backoff_longest_seconds)
+        self.generations = Generations(self.state / "generations.json")
+        self.journal = Journal(self.state / "journal.jsonl")
+        self.board = Board()
+        self.sink = Sink(self.state / "logs")
+        self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.prober = Prober(self.wake)
+        self.guard = GuardReader(self.state / "run")
+        self.watch = Watch(MemoryReader(), self.guard, NvidiaReader())
+        self.beat = wire.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
+        around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next,
+                              lambda: int(self.guard.read().get("stops") or 0))
+        self.specs = plan.build(config, read_host(), self.generations.current())
+        self.workers = [Worker(spec, around) for spec in self.specs]
+        self.requests = api.requests_queue()
+        self.stops = 0                       # SIGTERMs so far
+        self.orphaned = False                # the guard is gone
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Serves until it is told to stop. Returns the exit code."""
+        listening = api.bind(self.config.http.host, self.config.http.port)
+        self._signals()
+        self._say("daemon", f"daemon started (pid {os.getpid()})")
+        self._end_leftovers()
+        app = api.create(self.board, self.journal, self.requests, self._api_settings())
+        server = api.serve(app, listening)
+        try:
+            return self._loop()
+        finally:
+            server.stop()
+            self.prober.close()
+            self.sink.close()
+
+    def _loop(self) -> int:
+        faults = 0
+        while not self._over():
+            try:
+                self.tick()
+                faults = 0
+            except Exception as error:     # noqa: BLE001 - the top of a tick: one bad reading must not end the watch
+                faults += 1
+                self._fault(error)
+                if faults >= FAULTS_IN_A_ROW:
+                    return EXIT_SOFTWARE
+            self._wait()
+        return self._exit_code()
+
+    def tick(self) -> None:
+        """The program."""
+        self._collect()
+        snapshot = self._read()
+        decisions = decide.decide(snapshot, [worker.view(snapshot.monotonic) for worker in self.workers], self.policy)
+        for decision in decisions:
+            self._worker(decision.worker).apply(decision, snapshot.monotonic)
+        for worker in self.workers:
+            worker.step_ending(self.watch.table, snapshot.monotonic)
+        self._publish(snapshot)
+
+    # --- one tick, in order -------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        self.beat.write(time.monotonic_ns())
+        self._drain_wake_pipe()
+        while not self.requests.empty():
+            wanted = self.requests.get_nowait()
+            self._say("request", f"{wanted.action} {wanted.worker}", wanted.worker)
+            self._worker(wanted.worker).ask(Request(wanted.action))
+        for worker in self.workers:
+            self.sink.put(worker.template.name, worker.read_pipes())
+            self.board.add_steps(worker.template.name, worker.receive())
+
+    def _read(self) -> Snapshot:
+        moving = any(worker.phase in _MOVING for worker in self.workers)
+        snapshot = self.watch.read([worker.watched() for worker in self.workers],
+                                   BUSY_TABLE_SECONDS if moving else CALM_TABLE_SECONDS)
+        for worker in self.workers:
+            worker.observe(snapshot.workers[worker.template.name], snapshot.monotonic)
+        return snapshot
+
+    def _publish(self, snapshot: Snapshot) -> None:
+        for worker in self.workers:
+            for event in worker.take_events():
+                self._write(event)
+        self.board.publish(status.build(self.config.name, self.started_unix, snapshot, self.workers, self.policy,
+                                        draining=self.stops > 0))
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        for descriptor in (self.wake_read, *(fd for worker in self.workers for fd in worker.descriptors())):
+            poll.register(descriptor, select.POLLIN)
+        calm = all(worker.phase not in _MOVING for worker in self.workers)
+        if poll.poll((CALM_SECONDS if calm else BUSY_SECONDS) * 1000):
+            time.sleep(COALESCE_SECONDS)
+
+    # --- signals and the end ------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Ends the wait; any thread may call it."""
+        try:
+            os.write(self.wake_write, b"\0")
+        except BlockingIOError:
+            pass                             # it is full: the loop will wake
+
+    def _signals(self) -> None:
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_stop)
+        signal.signal(signal.SIGUSR2, self._on_orphaned)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        if os.getppid() == 1 and self.guard.read().get("pid") != 1:
+            self.orphaned = True             # the guard died before its death could be signalled
+
+    def _on_stop(self, number: int, frame: object) -> None:
+        self.stops += 1
+        for worker in self.workers:
+            if self.stops == 1:
+                worker.ask(Request.STOP)
+            else:
+                worker.hurry()
+
+    def _on_orphaned(self, number: int, frame: object) -> None:
+        self.orphaned = True
+
+    def _over(self) -> bool:
+        if self.orphaned:
+            self._end_at_once()
+            return True
+        return self.stops > 0 and all(worker.phase in _ENDED for worker in self.workers)
+
+    def _end_at_once(self) -> None:
+        """Without the guard nobody keeps the floor: every engine ends now."""
+        table = ProcessTable.read()
+        for worker in self.workers:
+            watched = worker.watched()
+            if watched.main is not None:
+                for process in table.tree(watched.main, watched.known):
+                    act.send(process.id, signal.SIGKILL)
+        self._say("daemon", "the guard is gone: all engines were ended")
+
+    def _exit_code(self) -> int:
+        if self.orphaned or any(worker.forced_ends for worker in self.workers):
+            return EXIT_TEMPORARY
+        failed = any(worker.phase is Phase.FAILED for worker in self.workers)
+        self._say("daemon", "daemon ended")
+        return EXIT_UNAVAILABLE if failed else 0
+
+    def _end_leftovers(self) -> None:
+        """Ends what a supervisor of this state directory that died whole has left behind."""
+        for process in marked(plan.mark(self.state)):
+            if act.send(process, signal.SIGKILL):
+                self._say("daemon", f"ended a leftover of an earlier run: pid {process.pid}")
+
+    # --- small things -------------------------------------------------------------------------------------------------
+
+    def _worker(self, name: str) -> Worker:
+        return next(worker for worker in self.workers if worker.template.name == name)
+
+    def _drain_wake_pipe(self) -> None:
+        try:
+            os.read(self.wake_read, 4096)
+        except BlockingIOError:
+            pass
+
+    def _api_settings(self) -> api.ApiSettings:
+        token = os.environ.get("TIGHTRANK_TOKEN")
+        if self.config.http.token_file:
+            token = Path(self.config.http.token_file).read_text().strip()
+        return api.ApiSettings(not api.is_loopback(self.config.http.host), token, plan.to_json(self.specs))
+
+    def _fault(self, error: Exception) -> None:
+        print(f"tightrank: a tick failed: {error!r}", file=sys.stderr)
+        traceback.print_exc()
+        self._say("daemon", f"a tick failed: {error!r}")
+
+    def _say(self, kind: str, sentence: str, worker: str | None = None) -> None:
+        self._write(Event(time.time(), kind, worker, None, sentence))
+
+    def _write(self, event: Event) -> None:
+        self.journal.append(event)
+        if event.kind in ("phase", "decision", "cause", "daemon"):
+            place = f"{event.worker}: " if event.worker else ""
+            print(f"tightrank | {place}{event.sentence}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit codes: see errors.py; 0 only after a clean stop."""
+    path, = sys.argv[1:] if argv is None else argv
+    try:
+        return Daemon(Config.from_json(Path(path).read_text())).run()
+    except ConfigError as error:
+        print(f"tightrank: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except OSError as error:
+        print(f"tightrank: {error}", file=sys.stderr)
+        return EXIT_CONFIG if error.errno else EXIT_SOFTWARE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Pure: one snapshot and the workers' views -> decisions, each with its sentence. It neither logs nor acts.
+
+For each worker the first rule that speaks decides. The rules stand in the order in which they may overrule each other:
+what a person asked for, then what proves a failure, then what is waited for.
+"""
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tightrank.errors import CAUSES
+from tightrank.records import (
+    ActionKind,
+    Decision,
+    Diagnosis,
+    Phase,
+    RankReading,
+    Request,
+    Snapshot,
+    WorkerReading,
+    WorkerView,
+)
+
+HELLO_GRACE_SECONDS = 2.0       # a healthy engine's ranks said hello long ago; this covers a slow disk
+CPU_ONLY_FACTOR = 4             # a start with no sign but a busy processor (a compiler) gets this many stall limits
+STEADY_SECONDS = 60.0           # up for this long: earlier failures count no more
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Limits of the configuration that decisions need. `jitter` is added to a back-off, as a share of it."""
+    floor_bytes: int
+    margin_bytes: int
+    restarts: int
+    backoff_first_seconds: float
+    backoff_longest_seconds: float
+    jitter: Callable[[], float] = lambda: random.uniform(0.0, 0.2)  # noqa: S311 - spreads restarts, keeps no secret
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """All that a rule may look at."""
+    view: WorkerView
+    reading: WorkerReading
+    snapshot: Snapshot
+    policy: Policy
+
+    def decision(self, kind: ActionKind, sentence: str, diagnosis: Diagnosis | None = None,
+                 delay_seconds: float = 0.0, reason: str = "") -> Decision:
+        return Decision(kind, self.view.name, self.view.generation, sentence, diagnosis, delay_seconds,
+                        reason or (diagnosis.cause if diagnosis else kind.value))
+
+    def stop(self, diagnosis: Diagnosis) -> Decision:
+        return self.decision(ActionKind.STOP, f"ending generation {self.view.generation}: {diagnosis.summary}",
+                             diagnosis)
+
+
+Rule = Callable[[_Case], Decision | None]
+
+
+def decide(snapshot: Snapshot, views: Sequence[WorkerView], policy: Policy) -> list[Decision]:
+    """At most one decision for each worker."""
+    decisions = []
+    for view in views:
+        case = _Case(view, snapshot.workers[view.name], snapshot, policy)
+        found = next((decision for rule in _RULES[view.phase] if (decision := rule(case)) is not None), None)
+        if found is not None:
+            decisions.append(found)
+    return decisions
+
+
+def _fatal(cause: str, summary: str, change: str, evidence: tuple[str, ...] = (), confidence: str = "certain",
+           numbers: Mapping[str, float] | None = None) -> Diagnosis:
+    return Diagnosis(cause, summary, evidence, change, CAUSES[cause].restart_helps, numbers or {}, confidence)
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+def _asked_to_end(case: _Case) -> Decision | None:
+    for request, sentence in ((Request.STOP, "asked to stop: draining"), (Request.RESTART, "asked to restart: draining")):
+        if request in case.view.requests:
+            return case.decision(ActionKind.STOP, sentence, reason=request.value)
+    return None
+
+
+def _asked_to_drain(case: _Case) -> Decision | None:
+    if Request.DRAIN in case.view.requests:
+        return case.decision(ActionKind.DRAIN, "asked to drain: admitting nothing more")
+    return None
+
+
+def _asked_to_resume(case: _Case) -> Decision | None:
+    if Request.RESUME in case.view.requests:
+        return case.decision(ActionKind.ADMIT, "asked to resume: admitting again")
+    return None
+
+
+def _asked_to_start(case: _Case) -> Decision | None:
+    if {Request.RESUME, Request.RESTART} & set(case.view.requests):
+        return case.decision(ActionKind.START, "asked to start")
+    return None
+
+
+def _asked_to_rest(case: _Case) -> Decision | None:
+    if Request.STOP in case.view.requests:
+        return case.decision(ActionKind.REST, "asked to stop")
+    return None
+
+
+# --- proofs of failure ------------------------------------------------------------------------------------------------
+
+def _guard_acted(case: _Case) -> Decision | None:
+    stops = case.snapshot.guard.get("stops")
+    if stops is None or stops <= case.view.guard_stops_at_start:
+        return None
+    last = case.snapshot.guard.get("last", {})
+    available, floor = last.get("available_bytes", 0), last.get("floor_bytes", case.policy.floor_bytes)
+    hog = last.get("hog") or {}
+    named = f"; growing most: {hog.get('name')} (pid {hog.get('pid')}, +{_mib(hog.get('growth_bytes') or 0)})" if hog else ""
+    return case.stop(_fatal(
+        "guard-floor", f"available memory fell to {_mib(available)}, under the floor of {_mib(floor)}{named}",
+        "give the engine less memory (its KV fraction or its chunk maximum), or move the other process away; "
+        "guard.floor is the limit", numbers={"available_bytes": available, "floor_bytes": floor}))
+
+
+def _replicated_fault(case: _Case) -> Decision | None:
+    """Schedulers are replicas: when one decides by its fallback and another does not, the next collective hangs."""
+    ranks = sum(1 for role, _ in _roles(case, "line") for rank in case.reading.ranks if rank.role == role)
+    faults = [fault for fault in case.view.faults if fault[2]]
+    if not faults or ranks < 2:
+        return None
+    hook, error, _ = faults[0]
+    return case.stop(_fatal("adapter-fault", f"hook {hook} raised on a rank that must decide as its replicas do: {error}",
+                            "report this fault; leave the hook out of `hooks` to run without it", (error,)))
+
+
+def _proof(case: _Case) -> Decision | None:
+    return case.stop(case.view.proof) if case.view.proof else None
+
+
+def _main_ended(case: _Case) -> Decision | None:
+    if case.view.exit_status is None:
+        return None
+    return case.stop(case.view.post_mortem or _fatal(
+        "engine-exited", f"the engine's main process ended unasked ({_exit_words(case.view.exit_status)})",
+        "see the last lines of its log"))
+
+
+def _rank_ended(case: _Case) -> Decision | None:
+    if not case.reading.dead_ranks:
+        return None
+    rank = case.reading.dead_ranks[0]
+    diagnosis = case.view.post_mortem
+    return case.stop(diagnosis or _fatal(
+        "rank-died", f"{_rank_words(rank)} ended; the rest of the worker cannot go on without it",
+        "see the last lines of its log and the kernel's log for an OOM kill"))
+
+
+def _hook_failed(case: _Case) -> Decision | None:
+    for rank in case.reading.ranks:
+        for hook, state in rank.hooks.items():
+            if hook in case.view.hooks and state.get("state") in ("failed", "skipped"):
+                return case.stop(_not_in_force(
+                    case, hook, f"{state['state']} on {_rank_words(rank)}: wanted {state.get('wanted') or hook}, "
+                                f"found {state.get('found') or 'nothing'}"))
+    return None
+
+
+def _not_in_force(case: _Case, hook: str, found: str) -> Diagnosis:
+    return _fatal("adapter-not-in-force", f"hook {hook} is not in force: {found}",
+                  f"start the engine without -I, -E or -S, with a release that has the hook, or leave {hook} out of `hooks`")
+
+
+def _roles(case: _Case, hook: str) -> list[tuple[str, int]]:
+    return [(role, count) for name, role, count in case.view.hook_roles if name == hook]
+
+
+def missing_hooks(hook_roles: Sequence[tuple[str, str, int]], ranks: Sequence[RankReading]) -> list[tuple[str, str]]:
+    """(hook, what was wanted and found) for every wanted hook that is not in force on every rank."""
+    missing = []
+    for hook, role, count in hook_roles:
+        holders = [rank for rank in ranks if rank.role == role and rank.alive]
+        in_force = sum(rank.hooks.get(hook, {}).get("state") == "in-force" for rank in holders)
+        if in_force < count:
+            missing.append((hook, f"wanted on {count} {role}, found on {in_force} ({len(holders)} said hello)"))
+    return missing
+
+
+def _healthy_without_hooks(case: _Case) -> Decision | None:
+    since = case.view.healthy_since_monotonic
+    if since is None or case.snapshot.monotonic - since < HELLO_GRACE_SECONDS:
+        return None
+    missing = missing_hooks(case.view.hook_roles, case.reading.ranks)
+    return case.stop(_not_in_force(case, *missing[0])) if missing else None
+
+
+def _start_stalled(case: _Case) -> Decision | None:
+    view, idle = case.view, case.snapshot.monotonic - case.view.progress_monotonic
+    if idle < view.start_stall_seconds:
+        return None
+    if _busy(case) and idle < view.start_stall_seconds * CPU_ONLY_FACTOR:
+        return None
+    refused = f"; its port said: {view.probe.why}" if view.probe and view.probe.why else ""
+    cause = "canary-failed" if view.healthy_since_monotonic is not None else "start-stalled"
+    return case.stop(_fatal(cause, f"no progress for {idle:.0f} s while starting{refused}",
+                            "look at the last lines of its log; limits.start_stall is the limit"))
+
+
+def _busy(case: _Case) -> bool:
+    return any(process.state == "R" for process in case.reading.processes)
+
+
+# --- what is waited for -----------------------------------------------------------------------------------------------
+
+def _became_ready(case: _Case) -> Decision | None:
+    probe = case.view.probe
+    if probe is None or not probe.canary_ok or missing_hooks(case.view.hook_roles, case.reading.ranks):
+        return None
+    return case.decision(ActionKind.ADMIT, "a real request was served and every wanted hook is in force on every rank")
+
+
+def _tree_ended(case: _Case) -> Decision | None:
+    view = case.view
+    if view.end_trouble is not None:
+        return case.decision(ActionKind.FAIL, view.end_trouble.summary, view.end_trouble)
+    if not view.ended:
+        return None
+    if view.diagnosis is None:
+        kind = ActionKind.START if view.restart_wanted else ActionKind.REST
+        return case.decision(kind, "the tree is gone, nothing is left" + (": starting again" if view.restart_wanted else ""))
+    return _after_failure(case, view.diagnosis)
+
+
+def _after_failure(case: _Case, diagnosis: Diagnosis) -> Decision:
+    view, policy = case.view, case.policy
+    if not diagnosis.restart_helps:
+        return case.decision(ActionKind.FAIL, f"no restart can fix this: {diagnosis.summary}", diagnosis)
+    if view.failures_in_row > policy.restarts:
+        return case.decision(ActionKind.FAIL, f"failed {view.failures_in_row} times in a row, giving up: "
+                                              f"{diagnosis.summary}", diagnosis)
+    base = policy.backoff_first_seconds * 2 ** max(view.failures_in_row - 1, 0)
+    delay = min(base, policy.backoff_longest_seconds) * (1 + policy.jitter())
+    return case.decision(ActionKind.BACK_OFF, f"starting again in {delay:.1f} s "
+                         f"(failure {view.failures_in_row} of at most {policy.restarts} in a row)", diagnosis, delay)
+
+
+def _time_to_start(case: _Case) -> Decision | None:
+    due = case.view.next_start_monotonic
+    if due is None or case.snapshot.monotonic < due:
+        return None
+    available, wanted = case.snapshot.memory.available_bytes, case.policy.floor_bytes + case.policy.margin_bytes
+    if available is not None and available < wanted:
+        return None                       # it would be ended at once; the status says what is waited for
+    return case.decision(ActionKind.START, f"starting generation {case.view.generation + 1}")
+
+
+_FAILURES: tuple[Rule, ...] = (_guard_acted, _replicated_fault, _proof, _main_ended, _rank_ended, _hook_failed)
+_RULES: Mapping[Phase, tuple[Rule, ...]] = {
+    Phase.STARTING: (_asked_to_end, *_FAILURES, _healthy_without_hooks, _became_ready, _start_stalled),
+    Phase.UP: (_asked_to_end, _asked_to_drain, *_FAILURES),
+    Phase.DRAINING: (_asked_to_end, _asked_to_resume, *_FAILURES),
+    Phase.STOPPING: (_tree_ended,),
+    Phase.BACKING_OFF: (_asked_to_rest, _asked_to_start, _time_to_start),
+    Phase.FAILED: (_asked_to_rest, _asked_to_start),
+    Phase.STOPPED: (_asked_to_start,),
+}
+
+
+def _mib(count: float) -> str:
+    return f"{count / (1 << 20):.0f} MiB"
+
+
+def _rank_words(rank: RankReading) -> str:
+    number = "" if rank.rank is None else f" {rank.rank}"
+    return f"{rank.role}{number} (pid {rank.id.pid})"
+
+
+def _exit_words(status: int) -> str:
+    return f"signal {-status}" if status < 0 else f"exit code {status}"

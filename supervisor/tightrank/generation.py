@@ -1,0 +1,185 @@
+"""One generation of a worker: the running engine, what it prints, records and answers. It decides nothing."""
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tightrank import diagnose, launch
+from tightrank.adapter import wire
+from tightrank.engines import engine
+from tightrank.logs import RING_LINES
+from tightrank.readers.engine_http import Prober
+from tightrank.readers.ranks import RankReader
+from tightrank.records import (
+    Diagnosis,
+    Line,
+    ProbeResult,
+    ProcessId,
+    RankReading,
+    StartStep,
+    WorkerReading,
+    WorkerSpec,
+)
+from tightrank.watch import Watched
+
+if TYPE_CHECKING:
+    from tightrank_adapter import wire as wire_types
+
+_PROGRESS_BYTES = 16 << 20         # a tree that grew by this much is loading
+_STEPS = list(StartStep)
+TAIL_LINES = 40
+
+Say = Callable[[str, str, Mapping[str, object]], None]
+
+
+class Generation:
+    """Starts the engine of `spec` (with its generation filled in). Raises OSError when that fails.
+
+    `say(kind, sentence, data)` receives events. All methods are called from the daemon's main thread and never wait.
+    """
+
+    def __init__(self, spec: WorkerSpec, environment: Mapping[str, str], guard_stops: int, say: Say, now: float) -> None:
+        self.spec = spec
+        self.launched = launch.spawn(spec, environment)
+        self.ranks = RankReader(Path(spec.run_directory), spec.name, spec.generation)
+        self.guard_stops = guard_stops
+        self.started = self.progress = now
+        self.step = StartStep.LOADING
+        self.lines: deque[Line] = deque(maxlen=RING_LINES)
+        self.proof: Diagnosis | None = None
+        self.faults: list[tuple[str, str, bool]] = []
+        self.known: set[ProcessId] = {self.launched.main}
+        self.result: ProbeResult | None = None
+        self.healthy_since: float | None = None
+        self.exit_status: int | None = None
+        self.lost_role: str | None = None  # of the first process that said hello and is gone
+        self.over_line_steps = 0
+        self._probe: Future[ProbeResult] | None = None
+        self._seen = (0, 0, 0)             # processes, ranks, RSS: what counts as progress
+        self._hellos: dict[ProcessId, int] = {}      # pidfd of each process that said hello; -1 once it has ended
+        self._problems: set[str] = set()
+        self._say = say
+
+    # --- what the engine says -----------------------------------------------------------------------------------------
+
+    def read_pipes(self, starting: bool) -> list[Line]:
+        """The lines that have come since the last call. While starting, one of them may prove a failure."""
+        found = [line for pipe in self.launched.pipes if pipe.open for line in pipe.read()]
+        for line in found:
+            self.lines.append(line)
+            self.progress = line.monotonic
+            if starting:
+                self._learn(line)
+        return found
+
+    def _learn(self, line: Line) -> None:
+        step = engine(self.spec.engine).start_step(line.text)
+        if step is not None and _STEPS.index(step) > _STEPS.index(self.step):
+            self.step = step
+            self._say("phase", f"starting: {step.value}", {})
+        if self.proof is None:
+            self.proof = diagnose.deciding_line(self.spec.engine, line)
+
+    def receive(self) -> list[wire_types.Step]:
+        """The prefill steps recorded since the last call; faults are kept."""
+        records = self.launched.records.receive(self.spec.generation, lambda: {item.pid for item in self.known})
+        steps = [record for record in records if isinstance(record, wire.Step)]
+        for record in records:
+            if isinstance(record, wire.Fault):
+                self._take_fault((record.hook, f"{record.where}: {record.error}", record.replicated))
+        self.over_line_steps += sum(step.over for step in steps)
+        return steps
+
+    def _take_fault(self, fault: tuple[str, str, bool]) -> None:
+        if fault not in self.faults:
+            self.faults.append(fault)
+            self._say("cause", f"adapter-fault: hook {fault[0]}: {fault[1]}", {"cause": "adapter-fault"})
+
+    def tail(self) -> tuple[str, ...]:
+        return tuple(line.text for line in list(self.lines)[-TAIL_LINES:])
+
+    # --- what is seen of it -------------------------------------------------------------------------------------------
+
+    def observe(self, reading: WorkerReading, now: float) -> None:
+        """Takes in one pass of `watch`: the exit, new ranks, progress."""
+        self.exit_status = self.launched.process.poll()
+        for rank in (*reading.ranks, *reading.dead_ranks):
+            self._meet(rank)
+        self.known.update(process.id for process in reading.processes)
+        for problem in set(reading.problems) - self._problems:
+            self._problems.add(problem)
+            self._say("hello", problem, {})
+        seen = (len(reading.processes), len(reading.ranks), sum(process.rss_bytes for process in reading.processes))
+        if seen[:2] != self._seen[:2] or seen[2] > self._seen[2] + _PROGRESS_BYTES:
+            self.progress, self._seen = now, seen
+
+    def _meet(self, rank: RankReading) -> None:
+        if rank.id not in self._hellos:
+            self.known.add(rank.id)
+            self._hellos[rank.id] = _pidfd(rank.id.pid) if rank.alive else -1
+            number = "" if rank.rank is None else f" {rank.rank}"
+            self._say("hello", f"{rank.role}{number} (pid {rank.id.pid}) said hello",
+                      {"role": rank.role, "rank": rank.rank, "pid": rank.id.pid})
+        elif not rank.alive and self._hellos[rank.id] >= 0:
+            os.close(self._hellos[rank.id])
+            self._hellos[rank.id] = -1
+        if not rank.alive and self.lost_role is None:
+            self.lost_role = rank.role
+        for fault in rank.facts.get("faults", ()):
+            self._take_fault((str(fault["hook"]), f"{fault['where']}: {fault['error']}", bool(fault["replicated"])))
+
+    def step_probe(self, prober: Prober, now: float) -> None:
+        """Keeps one probe of the engine's port under way until a real request was served."""
+        if self._probe is None:
+            self._probe = prober.start(self.spec)
+        elif self._probe.done():
+            self.result, self._probe = self._probe.result(), None
+            if self.result.health_ok and self.healthy_since is None:
+                self.healthy_since = self.progress = now
+                self.step = StartStep.WARMING
+
+    @property
+    def hurt(self) -> bool:
+        """Whether a process that matters has ended."""
+        return self.exit_status is not None or self.lost_role is not None
+
+    def post_mortem(self, starting: bool) -> Diagnosis:
+        """What all lines and the end of the process that ended first say."""
+        role = self.lost_role or "main"
+        ended = diagnose.ExitInfo(self.exit_status if role == "main" else None, starting, role)
+        return diagnose.diagnose(self.spec.engine, tuple(self.lines), ended)
+
+    # --- for the loop -------------------------------------------------------------------------------------------------
+
+    def watched(self) -> Watched:
+        return Watched(self.spec.name, self.spec.generation, self.launched.main, self.ranks, frozenset(self.known))
+
+    def descriptors(self) -> list[int]:
+        """What wakes the loop: output, records, the end of a process."""
+        ends = [descriptor for descriptor in self._hellos.values() if descriptor >= 0]
+        if self.exit_status is None:
+            ends.append(self.launched.descriptor)
+        return [*ends, self.launched.records.socket.fileno(), *(pipe.descriptor for pipe in self.launched.pipes if pipe.open)]
+
+    def close(self) -> None:
+        """Lets go of everything of ours; the engine's tree must have ended."""
+        self.ranks.close()
+        self.launched.records.close()
+        if self.launched.control is not None:
+            self.launched.control.close()
+        for pipe in self.launched.pipes:
+            pipe.close()
+        for descriptor in (self.launched.descriptor, *self._hellos.values()):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1

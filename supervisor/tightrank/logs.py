@@ -1,0 +1,147 @@
+"""An engine's output: bytes from its pipes -> lines -> a bounded ring, a file, and our own stderr with a prefix.
+
+Reading happens in the tick and never waits. Writing (a full disk, a stuck terminal) happens in one thread that drops the
+oldest lines rather than hold anybody up.
+"""
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TextIO
+
+from tightrank.records import Line
+
+LONGEST_LINE_BYTES = 16 * 1024       # a longer one is cut and says so
+RING_LINES = 4000                    # of one worker; a start of vLLM prints about 150, of SGLang 100
+FILE_BYTES = 16 << 20                # then it becomes <worker>.log.1, the older one goes
+_READ_BYTES = 1 << 16
+_MOST_READS_A_PASS = 16              # 1 MiB; so that a flood cannot hold the tick
+_BREAKS = re.compile(rb"[\r\n]+")    # progress bars rewrite their line with \r
+
+
+class Lines:
+    """Cuts one stream into lines. A line that never ends is cut at LONGEST_LINE_BYTES."""
+
+    def __init__(self, stream: str) -> None:
+        self._stream = stream
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Line]:
+        *whole, self._rest = _BREAKS.split(self._rest + data)
+        while len(self._rest) > LONGEST_LINE_BYTES:
+            whole.append(self._rest[:LONGEST_LINE_BYTES])
+            self._rest = self._rest[LONGEST_LINE_BYTES:]
+        return [self._line(part) for part in whole if part]
+
+    def close(self) -> list[Line]:
+        rest, self._rest = self._rest, b""
+        return [self._line(rest)] if rest else []
+
+    def _line(self, data: bytes) -> Line:
+        text = data[:LONGEST_LINE_BYTES].decode(errors="replace").rstrip()
+        if len(data) > LONGEST_LINE_BYTES:
+            text += f" ... ({len(data) - LONGEST_LINE_BYTES} bytes cut)"
+        return Line(time.monotonic(), time.time(), self._stream, text)
+
+
+class Pipe:
+    """The reading end of an engine's stdout or stderr."""
+
+    def __init__(self, descriptor: int, stream: str) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self.open = True
+        self._lines = Lines(stream)
+
+    def read(self) -> list[Line]:
+        """The lines that have come; `open` turns False at the end of the stream."""
+        found: list[Line] = []
+        for _ in range(_MOST_READS_A_PASS):
+            try:
+                data = os.read(self.descriptor, _READ_BYTES)
+            except BlockingIOError:
+                return found
+            except OSError:
+                data = b""
+            if not data:
+                self.open = False
+                return found + self._lines.close()
+            found += self._lines.feed(data)
+        return found
+
+    def close(self) -> None:
+        self.open = False
+        os.close(self.descriptor)
+
+
+class Sink:
+    """Writes lines to <directory>/<worker>.log and, with a prefix, to the console. One thread; `lost` counts drops."""
+
+    def __init__(self, directory: Path, console: TextIO | None = sys.stderr, keep: int = 10_000) -> None:
+        self._directory = directory
+        self._console = console
+        self._waiting: deque[tuple[str, Line]] = deque(maxlen=keep)
+        self._wake = threading.Event()
+        self._files: dict[str, int] = {}
+        self._closing = False
+        self.lost = 0
+        self.trouble = ""
+        self._thread = threading.Thread(target=self._run, name="log-sink", daemon=True)
+        self._thread.start()
+
+    def put(self, worker: str, lines: list[Line]) -> None:
+        for line in lines:
+            self.lost += len(self._waiting) == self._waiting.maxlen
+            self._waiting.append((worker, line))
+        if lines:
+            self._wake.set()
+
+    def close(self, timeout_seconds: float = 2.0) -> None:
+        """Writes what waits, for at most `timeout_seconds`."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        while not self._closing or self._waiting:
+            self._wake.wait()
+            self._wake.clear()
+            while self._waiting:
+                worker, line = self._waiting.popleft()
+                self._to_file(worker, line)
+                self._to_console(worker, line)
+
+    def _to_file(self, worker: str, line: Line) -> None:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(line.unix))
+        try:
+            descriptor = self._file(worker)
+            os.write(descriptor, f"{stamp}.{int(line.unix % 1 * 1000):03d}Z {line.text}\n".encode())
+            self.trouble = ""
+        except OSError as error:
+            self.lost += 1
+            self.trouble = f"{self._directory / worker}.log: {error.strerror}"
+
+    def _file(self, worker: str) -> int:
+        path = self._directory / f"{worker}.log"
+        descriptor = self._files.get(worker)
+        if descriptor is not None and os.fstat(descriptor).st_size > FILE_BYTES:
+            os.close(self._files.pop(worker))
+            os.replace(path, path.with_suffix(".log.1"))
+            descriptor = None
+        if descriptor is None:
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._files[worker] = descriptor
+        return descriptor
+
+    def _to_console(self, worker: str, line: Line) -> None:
+        if self._console is None:
+            return
+        try:
+            print(f"{worker} | {line.text}", file=self._console, flush=True)
+        except (OSError, ValueError):
+            self._console = None      # nobody reads it any more; the file goes on

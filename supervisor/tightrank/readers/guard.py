@@ -1,0 +1,52 @@
+"""What the guard says: its page, and its last record when it has acted."""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tightrank.adapter import wire
+
+_FIELDS = ("pid", "start_time", "monotonic_ns", "samples", "available_bytes", "lowest_available_bytes", "floor_bytes",
+           "stops", "last_stop_monotonic_ns", "daemon_pid", "daemon_starts", "locked", "daemon_beat_age_ns")
+_UNKNOWN = 2**64 - 1
+
+
+class GuardReader:
+    """Reads `guard.page` and `guard.jsonl` of the run directory. Without a guard (not yet written) it answers {}."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self._directory = run_directory
+        self._page: Any = None
+        self._stops = 0
+        self._last: Mapping[str, Any] = {}
+
+    def read(self) -> Mapping[str, Any]:
+        """The page's fields by name (None: unknown), "age_seconds" of its last sample, and "last": its last record."""
+        try:
+            if self._page is None:
+                self._page = wire.Page(str(self._directory / "guard.page"), f"{len(_FIELDS)}Q", False)
+            values = dict(zip(_FIELDS, self._page.read(), strict=True))
+        except (OSError, ValueError, wire.WireError):
+            return {}
+        page = {name: None if value == _UNKNOWN else value for name, value in values.items()}
+        page["age_seconds"] = (wire.time.monotonic_ns() - values["monotonic_ns"]) / 1e9
+        if page["stops"] != self._stops or not self._last:
+            self._stops, self._last = page["stops"], self._last_record() if page["stops"] else {}
+        return {**page, "last": self._last}
+
+    def _last_record(self) -> Mapping[str, Any]:
+        try:
+            with open(self._directory / "guard.jsonl", "rb") as file:
+                lines = file.read()[-65536:].splitlines()
+        except OSError:
+            return {}
+        for line in reversed(lines):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue           # torn by a crash, or by our cut
+            if isinstance(record, dict):
+                return record
+        return {}

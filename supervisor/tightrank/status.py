@@ -1,0 +1,77 @@
+"""One snapshot and the workers' state -> the Status that the world sees."""
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tightrank import __version__
+from tightrank.decide import Policy, missing_hooks
+from tightrank.records import Phase, Snapshot, Status, WorkerReading, WorkerStatus
+from tightrank.watch import tightest
+from tightrank.worker import Worker, hook_roles
+
+
+def build(name: str, started_unix: float, snapshot: Snapshot, workers: Sequence[Worker], policy: Policy,
+          draining: bool) -> Status:
+    """Ready means: every worker is up. The reason is that of the first worker that is not."""
+    states = tuple(_worker(worker, snapshot, policy) for worker in workers)
+    reasons = [f"{state.name}: {state.reason}" for state in states if not state.ready]
+    if draining:
+        reasons.insert(0, "the supervisor is stopping")
+    return Status(
+        name=name, version=__version__, started_unix=started_unix, updated_unix=time.time(),
+        updated_monotonic=time.monotonic(), ready=not reasons, reason="; ".join(reasons), draining=draining,
+        memory=snapshot.memory, guard=snapshot.guard, floor_bytes=policy.floor_bytes,
+        tightest_rank=tightest(snapshot.workers), workers=states)
+
+
+def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
+    reading, spec, run = snapshot.workers[worker.template.name], worker.template, worker.run
+    version = next((rank.engine_version for rank in reading.ranks if rank.engine_version), None)
+    next_start = None if worker.next_start is None else \
+        snapshot.unix + max(worker.next_start - snapshot.monotonic, 0.0)
+    return WorkerStatus(
+        name=spec.name, engine=spec.engine, engine_version=version, role=spec.role, phase=worker.phase,
+        step=run.step if run and worker.phase is Phase.STARTING else None, generation=worker.generation,
+        since_unix=worker.since_unix, ready=worker.phase is Phase.UP, reason=_reason(worker, reading, snapshot, policy),
+        host=spec.host, port=spec.port, restarts=worker.restarts, next_start_unix=next_start,
+        diagnosis=worker.diagnosis, line=spec.line, line_budget=spec.line.budget if spec.line else None,
+        over_line_steps=run.over_line_steps if run else 0, context_tokens=spec.context_tokens, ranks=reading.ranks,
+        processes=reading.processes, hooks_wanted=spec.hooks, log_tail=worker.tail())
+
+
+def _reason(worker: Worker, reading: WorkerReading, snapshot: Snapshot, policy: Policy) -> str:
+    blame = f"{worker.diagnosis.cause}: {worker.diagnosis.summary}" if worker.diagnosis else ""
+    match worker.phase:
+        case Phase.UP:
+            return ""
+        case Phase.STARTING:
+            return _starting(worker, reading)
+        case Phase.BACKING_OFF:
+            return f"waiting to start again after {blame}" if blame else _waiting(snapshot, policy)
+        case Phase.STOPPING:
+            return f"being ended: {blame or 'on request'}"
+        case Phase.DRAINING:
+            return "draining: admitting nothing more"
+        case Phase.STOPPED:
+            return "stopped on request"
+    return blame
+
+
+def _waiting(snapshot: Snapshot, policy: Policy) -> str:
+    available, wanted = snapshot.memory.available_bytes, policy.floor_bytes + policy.margin_bytes
+    if available is not None and available < wanted:
+        return f"waiting for memory: {available >> 20} MiB available, floor and margin are {wanted >> 20} MiB"
+    return "not started yet"
+
+
+def _starting(worker: Worker, reading: WorkerReading) -> str:
+    run = worker.run
+    if run is None:
+        return "starting"
+    parts = [f"starting ({run.step.value})"]
+    if run.result is not None and run.result.why and run.healthy_since is not None:
+        parts.append(run.result.why)
+    if run.healthy_since is not None:
+        parts += [f"hook {hook}: {found}" for hook, found in missing_hooks(hook_roles(worker.template), reading.ranks)]
+    return "; ".join(parts)

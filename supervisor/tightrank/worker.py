@@ -1,0 +1,244 @@
+"""One worker's state machine, the only writer of its state. Called from the tick alone; `apply` carries out decisions.
+
+    stopped/failed/backing-off --start--> starting --admit--> up <--resume/drain--> draining
+    any of these --stop--> stopping --(nothing is left)--> backing-off | failed | stopped | starting
+"""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tightrank import act, launch
+from tightrank.adapter import wire
+from tightrank.decide import STEADY_SECONDS
+from tightrank.errors import CAUSES
+from tightrank.generation import Generation
+from tightrank.plan import for_generation
+from tightrank.readers.engine_http import Prober
+from tightrank.readers.process import ProcessTable
+from tightrank.records import (
+    ActionKind,
+    Decision,
+    Diagnosis,
+    Event,
+    Line,
+    Phase,
+    Request,
+    WorkerReading,
+    WorkerSpec,
+    WorkerView,
+)
+from tightrank.watch import Watched
+
+if TYPE_CHECKING:
+    from tightrank_adapter import wire as wire_types
+
+_VAGUE = ("rank-died", "engine-exited", "unknown")     # a later line may name what was behind them
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a worker needs of the daemon: directories, its environment, the prober, the generations, the guard's count."""
+    state_directory: Path
+    environment: Mapping[str, str]
+    prober: Prober
+    next_generation: Callable[[str], int]
+    guard_stops: Callable[[], int]
+
+
+class Worker:
+    """One worker over all its generations."""
+
+    def __init__(self, template: WorkerSpec, around: Surroundings) -> None:
+        self.template = template
+        self.phase = Phase.BACKING_OFF
+        self.since = time.monotonic()
+        self.since_unix = time.time()
+        self.next_start: float | None = self.since
+        self.generation = 0
+        self.restarts = 0
+        self.forced_ends = 0               # drains that did not end in time
+        self.diagnosis: Diagnosis | None = None
+        self.run: Generation | None = None
+        self._failures = 0                 # in a row
+        self._ending: act.Ending | None = None
+        self._ended = False
+        self._restart_wanted = False
+        self._failed_at_start = False
+        self._requests: list[Request] = []
+        self._around = around
+        self._events: list[Event] = []
+        self._last_tail: tuple[str, ...] = ()
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    def ask(self, request: Request) -> None:
+        """Kept until the next decision; several at once are all seen by it."""
+        self._requests.append(request)
+
+    def hurry(self) -> None:
+        """A second SIGTERM: no more patience."""
+        if self._ending is not None:
+            self._ending.hurry()
+
+    def read_pipes(self) -> list[Line]:
+        return self.run.read_pipes(self.phase is Phase.STARTING) if self.run else []
+
+    def receive(self) -> list[wire_types.Step]:
+        return self.run.receive() if self.run else []
+
+    def observe(self, reading: WorkerReading, now: float) -> None:
+        """Takes in one pass of `watch`."""
+        if self.run is None:
+            return
+        self.run.observe(reading, now)
+        if self.phase is Phase.STARTING:
+            self.run.step_probe(self._around.prober, now)
+        if self.phase is Phase.UP and now - self.since > STEADY_SECONDS:
+            self._failures = 0
+
+    # --- what decide and the loop see ---------------------------------------------------------------------------------
+
+    def view(self, now: float) -> WorkerView:
+        """The requests go with it: the next decision answers them."""
+        run, spec = self.run, self.template
+        requests, self._requests = tuple(self._requests), []
+        running = self.phase is not Phase.STOPPING
+        return WorkerView(
+            name=spec.name, engine=spec.engine, phase=self.phase, generation=self.generation,
+            since_monotonic=self.since, started_monotonic=run.started if run else self.since,
+            progress_monotonic=run.progress if run else self.since, start_stall_seconds=spec.start_stall_seconds,
+            hooks=spec.hooks, hook_roles=hook_roles(spec), exit_status=run.exit_status if run else None,
+            proof=run.proof if run else None,
+            post_mortem=run.post_mortem(self.phase is Phase.STARTING) if run and run.hurt and running else None,
+            faults=tuple(run.faults) if run else (), probe=run.result if run else None,
+            healthy_since_monotonic=run.healthy_since if run else None,
+            guard_stops_at_start=run.guard_stops if run else 0, ended=self._ended,
+            end_trouble=self._ending.trouble(now) if self._ending else None, diagnosis=self.diagnosis,
+            failures_in_row=self._failures, next_start_monotonic=self.next_start, requests=requests,
+            restart_wanted=self._restart_wanted)
+
+    def watched(self) -> Watched:
+        return self.run.watched() if self.run else Watched(self.template.name, self.generation)
+
+    def descriptors(self) -> list[int]:
+        return self.run.descriptors() if self.run else []
+
+    def tail(self) -> tuple[str, ...]:
+        """The last lines of this generation, or of the last one that ran."""
+        return self.run.tail() if self.run else self._last_tail
+
+    def take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    # --- what was decided ---------------------------------------------------------------------------------------------
+
+    def apply(self, decision: Decision, now: float) -> None:
+        """Carries out one decision; one for another generation is void. A start that fails is a failure, not an error."""
+        if decision.generation != self.generation:
+            return
+        self._say("decision", decision.sentence, {"action": decision.kind.value, "reason": decision.reason})
+        {ActionKind.START: self._start, ActionKind.ADMIT: self._admit, ActionKind.DRAIN: self._drain,
+         ActionKind.STOP: self._stop, ActionKind.BACK_OFF: self._back_off, ActionKind.FAIL: self._fail,
+         ActionKind.REST: self._rest}[decision.kind](decision, now)
+
+    def step_ending(self, table: ProcessTable, now: float) -> None:
+        """Goes on ending the tree. The diagnosis may grow clearer with the lines that still come."""
+        if self._ending is None or self.run is None:
+            return
+        self._ended = self._ending.step(now, table, tuple(self.run.known))
+        if self._ended and self.diagnosis is not None and self.diagnosis.cause in _VAGUE:
+            better = self.run.post_mortem(self._failed_at_start)
+            if better.cause not in _VAGUE:
+                self._blame(better)
+
+    def _start(self, decision: Decision, now: float) -> None:
+        self._close()
+        self.restarts += self.generation > 0
+        self._restart_wanted = False
+        try:
+            self.generation = self._around.next_generation(self.template.name)
+            spec = for_generation(self.template, self.generation, self._around.state_directory)
+            self.run = Generation(spec, self._around.environment, self._around.guard_stops(), self._say, now)
+        except OSError as error:
+            self._failures += 1
+            self._blame(_spawn_failed(error))
+            self._enter(Phase.FAILED, now)
+            return
+        self.diagnosis = None
+        launch.forget_older(Path(spec.run_directory).parent, spec.name, self.generation)
+        self._enter(Phase.STARTING, now)
+
+    def _admit(self, decision: Decision, now: float) -> None:
+        self._enter(Phase.UP, now)
+
+    def _drain(self, decision: Decision, now: float) -> None:
+        self._enter(Phase.DRAINING, now)
+
+    def _stop(self, decision: Decision, now: float) -> None:
+        assert self.run is not None
+        on_request = decision.diagnosis is None
+        if decision.diagnosis is not None:
+            self._failures += 1
+            self._blame(decision.diagnosis)
+        self._restart_wanted = decision.reason == Request.RESTART.value
+        self._failed_at_start = self.phase is Phase.STARTING
+        patience = self.run.spec.drain_seconds if on_request else act.EVIDENCE_SECONDS
+        self._ending = act.Ending(self.run.launched.main, self.run.spec.host, self.run.spec.port, now, patience, on_request)
+        self._ended = False
+        self._enter(Phase.STOPPING, now)
+
+    def _back_off(self, decision: Decision, now: float) -> None:
+        self._close()
+        self.next_start = now + decision.delay_seconds
+        self._enter(Phase.BACKING_OFF, now)
+
+    def _fail(self, decision: Decision, now: float) -> None:
+        self._close()
+        if decision.diagnosis is not None and decision.diagnosis != self.diagnosis:
+            self._blame(decision.diagnosis)
+        self._enter(Phase.FAILED, now)
+
+    def _rest(self, decision: Decision, now: float) -> None:
+        self._close()
+        self._enter(Phase.STOPPED, now)
+
+    def _close(self) -> None:
+        if self._ending is not None:
+            self.forced_ends += self._ending.forced
+        self._ending, self._ended, self.next_start = None, False, None
+        if self.run is not None:
+            self._last_tail = self.run.tail()
+            self.run.close()
+            self.run = None
+
+    # --- what goes out ------------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase, now: float) -> None:
+        before, self.phase, self.since, self.since_unix = self.phase, phase, now, time.time()
+        self._say("phase", f"{before.value} -> {phase.value}", {"from": before.value, "to": phase.value})
+
+    def _blame(self, diagnosis: Diagnosis) -> None:
+        self.diagnosis = diagnosis
+        self._say("cause", f"{diagnosis.cause}: {diagnosis.summary}. {diagnosis.change}",
+                  {"cause": diagnosis.cause, "evidence": list(diagnosis.evidence), "numbers": dict(diagnosis.numbers)})
+
+    def _say(self, kind: str, sentence: str, data: Mapping[str, object]) -> None:
+        self._events.append(Event(time.time(), kind, self.template.name, self.generation, sentence, data))
+
+
+def hook_roles(spec: WorkerSpec) -> tuple[tuple[str, str, int], ...]:
+    """(hook, role, processes) of every wanted hook: where it must be in force."""
+    counts = dict(spec.rank_roles)
+    return tuple((hook, role, counts.get(role, 1))
+                 for hook in spec.hooks for role in wire.HOOK_ROLES[spec.engine].get(hook, ()))
+
+
+def _spawn_failed(error: OSError) -> Diagnosis:
+    return Diagnosis("spawn-failed", f"the engine could not be started: {error}", (),
+                     "look at the path, at the limits of open files and processes, and at free disk space",
+                     CAUSES["spawn-failed"].restart_helps)
