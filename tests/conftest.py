@@ -7,7 +7,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from helpers import free_ports, kill, session_pids
+from helpers import ROOT, free_ports, kill, session_pids
+
+TESTS = ROOT / "tests"
+
+TIERS = ("unit", "process", "adapter", "engines")  # the quick ones first
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the tests marked `full` too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Orders the tiers, and leaves out what is too long for every run."""
+    def tier(item: pytest.Item) -> int:
+        part = item.path.relative_to(TESTS).parts[0]
+        return TIERS.index(part) if part in TIERS else len(TIERS)
+
+    items.sort(key=tier)
+    if not config.getoption("--full"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture
