@@ -1,0 +1,301 @@
+"""HTTP of the supervisor: health, status, metrics, events, admission, and requests to workers.
+
+Every error has OpenAI's shape and says that it is ours. Handlers read the Board and the Journal and change nothing; a
+write becomes a `WorkerRequest` on the queue that the tick empties. GETs and /admission are open (they change nothing).
+Writes need the bearer token. Without one they work on a loopback bind only, and there need a JSON body, the header
+`X-Tightrank: 1` and a loopback Host: any web page can post to localhost, none can send those across origins.
+"""
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import queue
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import uvicorn
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from tightrank import __version__
+from tightrank.admission import AdmissionRequest, admit, restart_seconds
+from tightrank.edge import BodyLimit, EventStream, error_response, validation_error
+from tightrank.metrics import CONTENT_TYPE, render
+from tightrank.records import Status
+from tightrank.report import Board, Journal, ready_json, status_json
+
+STALE_SECONDS = 10.0           # a tick takes well under 1 s; one that is this old is not coming
+MOST_TOKENS = 10**9
+MOST_REQUESTS = 64             # waiting for the tick
+
+Action = Literal["drain", "resume", "restart"]
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRequest:
+    """What a person asks of one worker; carried out by the tick."""
+    action: Action
+    worker: str
+
+
+Requests = queue.Queue[WorkerRequest]
+
+
+def requests_queue() -> Requests:
+    return queue.Queue(maxsize=MOST_REQUESTS)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """`public`: bound to more than loopback. `token`: who writes must send it; None: see the module's text."""
+    public: bool
+    token: str | None = None
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Admission(BaseModel):
+    """The body of POST /admission; tokens."""
+    model_config = ConfigDict(strict=True, extra="forbid")
+    prompt_tokens: int = Field(ge=1, le=MOST_TOKENS)
+    cached_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    max_tokens: int = Field(default=1, ge=1, le=MOST_TOKENS)
+    worker: str | None = Field(default=None, max_length=128)
+
+
+class Nothing(BaseModel):
+    """An empty JSON object."""
+    model_config = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    board: Board
+    journal: Journal
+    requests: Requests
+    settings: ApiSettings
+
+    def status(self) -> Status:
+        if self.board.status is None:
+            raise HTTPException(503, {"message": "the supervisor starts", "code": "not_ready"}, {"Retry-After": "1"})
+        return self.board.status
+
+
+def create(board: Board, journal: Journal, requests: Requests, settings: ApiSettings) -> FastAPI:
+    """The application. `requests` receives what people ask of workers; see `requests_queue`."""
+    app = FastAPI(title="tightrank", version=__version__, docs_url=None, redoc_url=None)
+    parts = _Parts(board, journal, requests, settings)
+    app.include_router(_health(parts))
+    app.include_router(_reading(parts))
+    app.include_router(_writing(parts))
+    app.add_exception_handler(StarletteHTTPException, error_response)
+    app.add_exception_handler(RequestValidationError, validation_error)
+    app.add_exception_handler(Exception, error_response)
+    app.add_middleware(BodyLimit)
+    return app
+
+
+def _health(parts: _Parts) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/livez")
+    def livez() -> Response:
+        """200 while the supervisor's own loop turns."""
+        alive = parts.board.fresh(STALE_SECONDS)
+        return JSONResponse({"alive": alive}, 200 if alive else 503)
+
+    @router.get("/startupz")
+    def startupz() -> Response:
+        """200 once every worker has been ready."""
+        return JSONResponse({"started": parts.board.started}, 200 if parts.board.started else 503)
+
+    @router.get("/readyz")
+    @router.get("/health", include_in_schema=False)
+    def readyz() -> Response:
+        """200 when requests can be served; else 503 with what is not ready, why, and what to change."""
+        status = parts.status()
+        if not parts.board.fresh(STALE_SECONDS):
+            stale = "the supervisor's loop has stopped"
+            return JSONResponse({**ready_json(status), "ready": False, "reason": stale}, 503)
+        return JSONResponse(ready_json(status), 200 if status.ready else 503, _retry_after(status))
+
+    return router
+
+
+def _retry_after(status: Status) -> dict[str, str]:
+    now = time.time()
+    waits = [seconds for w in status.workers if not w.ready and (seconds := restart_seconds(w, now)) is not None]
+    return {} if status.ready or not waits else {"Retry-After": str(max(waits))}
+
+
+def _reading(parts: _Parts) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/status")
+    def status() -> Response:
+        """Everything known about the deployment now."""
+        return JSONResponse(status_json(parts.status()))
+
+    @router.get("/plan")
+    def plan() -> Response:
+        """What was planned when the deployment came up."""
+        return JSONResponse(dict(parts.settings.plan))
+
+    @router.get("/metrics")
+    def metric() -> Response:
+        """Prometheus text."""
+        text = render(parts.board.status, parts.journal.lost)
+        return PlainTextResponse(text, media_type=CONTENT_TYPE)
+
+    @router.get("/steps")
+    def steps(worker: Annotated[str, Query(max_length=128)], since: Annotated[int, Query(ge=0)] = 0) -> Response:
+        """The latest prefill steps of one worker, those with an `id` over `since`."""
+        _known(parts, worker)
+        return JSONResponse({"worker": worker, "steps": parts.board.steps(worker, since)})
+
+    @router.get("/events")
+    async def events(request: Request, since: Annotated[int, Query(ge=0)] = 0,
+                     limit: Annotated[int, Query(ge=1, le=2048)] = 256) -> Response:
+        """Events after `since`, oldest first; a live stream (SSE) when the client accepts text/event-stream."""
+        if "text/event-stream" in request.headers.get("accept", ""):
+            last = request.headers.get("last-event-id", "")
+            return EventStream(parts.journal, int(last) if last.isascii() and last.isdigit() else since)
+        return JSONResponse({"events": parts.journal.since(since, limit), "last": parts.journal.sequence})
+
+    @router.post("/admission")
+    def admission(body: Admission) -> Response:
+        """Whether a request of this size can be served now."""
+        if body.cached_tokens >= body.prompt_tokens:
+            raise HTTPException(400, {"message": f"cached_tokens={body.cached_tokens}: must be less than prompt_tokens="
+                                      f"{body.prompt_tokens}", "param": "cached_tokens", "code": "invalid_value"})
+        verdict = admit(parts.status(), AdmissionRequest(**body.model_dump()), time.time())
+        if verdict.status == 200:
+            return JSONResponse(verdict.body())
+        raise HTTPException(verdict.status, {"message": verdict.message, "param": verdict.param, "code": verdict.code,
+                                             "largest_prompt_tokens": verdict.largest_prompt_tokens},
+                            {"Retry-After": str(verdict.retry_after_seconds)} if verdict.retry_after_seconds else None)
+
+    return router
+
+
+def _writing(parts: _Parts) -> APIRouter:
+    router = APIRouter(dependencies=[Depends(_writer(parts.settings))])
+
+    @router.post("/workers/{name}/{action}", status_code=202)
+    def worker(name: str, action: str, body: Annotated[Nothing | None, Body()] = None) -> Response:
+        """Asks the supervisor to drain, resume or restart a worker. 202: it is asked; /events tells what came of it."""
+        _known(parts, name)
+        if action not in _SENTENCES:
+            raise HTTPException(404, {"message": f"{action!r}: a worker can be asked to {', '.join(_SENTENCES)}",
+                                      "code": "action_not_found"})
+        try:
+            parts.requests.put_nowait(WorkerRequest(action, name))  # type: ignore[arg-type]
+        except queue.Full:
+            raise HTTPException(503, {"message": "too many requests wait for the supervisor's loop", "code": "busy"},
+                                {"Retry-After": "1"})
+        return JSONResponse({"accepted": True, "worker": name, "action": action,
+                             "message": _SENTENCES[action].format(name)}, 202)
+
+    return router
+
+
+_SENTENCES: Mapping[str, str] = {
+    "drain": "{} finishes what it has and takes no more",
+    "resume": "{} is to serve again",
+    "restart": "{} is drained, ended and started as its next generation",
+}
+
+
+def _known(parts: _Parts, name: str) -> None:
+    names = [w.name for w in parts.status().workers]
+    if name not in names:
+        raise HTTPException(404, {"message": f"worker={name!r}: not here (known: {', '.join(names) or 'none'})",
+                                  "param": "worker", "code": "worker_not_found"})
+
+
+def _writer(settings: ApiSettings) -> Any:
+    def check(request: Request) -> None:
+        if settings.token:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), settings.token.encode()):
+                raise HTTPException(401, {"message": "a bearer token is needed: Authorization: Bearer <token>",
+                                          "code": "invalid_token"}, {"WWW-Authenticate": "Bearer"})
+            return
+        wrong = _public_wrong if settings.public else _loopback_wrong(request)
+        if wrong:
+            raise HTTPException(403, {"message": wrong, "code": "write_forbidden"})
+
+    return check
+
+
+_public_wrong = ("writes are off: this address is public and there is no token; set http.token_file or "
+                 "TIGHTRANK_TOKEN, or bind http.host to 127.0.0.1")
+
+
+def _loopback_wrong(request: Request) -> str:
+    if not is_loopback(request.url.hostname or ""):
+        return f"Host {request.headers.get('host', '')[:80]!r}: writes need a loopback name or address as Host"
+    if request.headers.get("x-tightrank") != "1":
+        return "writes need the header X-Tightrank: 1"
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        return "writes need Content-Type: application/json"
+    return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this host only; other names are not looked up."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class Server:
+    """uvicorn in a thread of its own, on a socket that is bound already: one in use is found before any start."""
+
+    def __init__(self, app: FastAPI, listening: socket.socket) -> None:
+        config = uvicorn.Config(app, http="h11", ws="none", loop="asyncio", lifespan="off", log_level="warning",
+                                access_log=False, server_header=False, timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([listening],), name="http", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Ends the server within about 2 s; open event streams are cut."""
+        self._server.should_exit = True
+        self._thread.join(5.0)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket for `Server`. Raises OSError when the address is in use or not of this host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def serve(app: FastAPI, listening: socket.socket) -> Server:
+    """Starts serving `app` in a thread and returns at once."""
+    server = Server(app, listening)
+    server.start()
+    return server

@@ -1,0 +1,60 @@
+"""Texts of what the engines are built on: argparse, sockets, the model hub, the kernel."""
+from __future__ import annotations
+
+from tightrank.diagnose.signature import Signature
+
+SIGNATURES: tuple[Signature, ...] = (
+    Signature(
+        "arguments-invalid",
+        r"[\w./ -]{1,60}: error: (?P<why>unrecognized arguments: .*|argument .*|ambiguous option: .*|the following "
+        r"arguments are required: .*)",
+        "The engine refused its command line: {why}",
+        "correct the worker's args; `tightrank plan` shows the whole command",
+        "argparse", shape="logged"),
+    Signature(
+        "port-taken",
+        r"\[Errno 98\] (?:Address already in use|error while attempting to bind on address \('(?P<host>[^']*)', "
+        r"(?P<port>\d+))",
+        "The engine's port is in use.",
+        "end what listens there (ss -ltnp), or give the worker another port",
+        "asyncio, uvicorn", shape="any", decisive=False),
+    Signature(
+        "engine-error",
+        r"The server socket has failed to listen on any local network address\. port: (?P<port>\d+)",
+        "A port that the engine chose for itself ({port}) was in use.",
+        "nothing: the next start chooses another",
+        "torch TCPStore", decisive=False),
+    Signature(
+        "model-unreadable",
+        r"Invalid repository ID or local directory specified: (?P<model>.{1,200})",
+        "There is no model at {model}.",
+        "model: a directory with config.json and the weights",
+        "vLLM 0.32.0 transformers_utils/config.py", shape="any"),
+    Signature(
+        "model-unreadable",
+        r"Cannot find any model weights with `(?P<model>.{1,200}?)`",
+        "There are no weights in {model}.",
+        "copy the weights (*.safetensors) there",
+        "both model_loader"),
+    Signature(
+        "model-unreadable",
+        r"(?:Error while deserializing header|Repo id must be in the form|Can't load the configuration of |.{1,200} "
+        r"does not appear to have a file named |Model architectures? .{1,200} (?:are|is) not supported|Unable to "
+        r"load weights from)",
+        "The engine could not read the model: see the line.",
+        "check the model's files (sizes, config.json) and that this release of the engine knows its architecture",
+        "safetensors, huggingface_hub, transformers, vLLM registry", decisive=False),
+    Signature(
+        "model-unreadable",
+        r"(?P<status>40[134]) Client Error.{0,300}",
+        "The model hub refused the model ({status}).",
+        "check the model's name and revision, and the hub's token; or give a local directory",
+        "huggingface_hub", decisive=False, confidence="likely"),
+    Signature(
+        "killed-by-oom",
+        r"(?:oom-kill:constraint=(?P<constraint>\w+),.*\btask=(?P<task>[^,]+),pid=(?P<pid>\d+)|Out of memory: "
+        r"Killed process (?P<pid2>\d+) \((?P<task2>[^)]*)\))",
+        "The kernel's OOM killer ended a process of the worker.",
+        "give the host or container more memory, or the engine less; raise guard.floor so that the guard acts first",
+        "Linux mm/oom_kill.c", shape="kernel", start_only=False, decisive=False),
+)

@@ -1,0 +1,181 @@
+"""vLLM: what it prints when a start, or the engine, fails."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import floor
+
+from tightrank.diagnose.signature import Numbers, Rank, Signature
+
+
+def _lower_utilization(numbers: Numbers) -> Mapping[str, str]:
+    """The largest utilization that the free memory allows, rounded down to a hundredth, with 1 % left over."""
+    share = floor(numbers["free_bytes"] / numbers["total_bytes"] * 100 - 1) / 100
+    return {"change": f"--gpu-memory-utilization {share:.2f}, or free the memory that others hold" if share > 0
+            else "free the memory that others hold: almost none is free"}
+
+
+def _kv_gib(numbers: Numbers) -> Mapping[str, str]:
+    space = floor(numbers["free_bytes"] / 2**30 - 1)
+    return {"change": f"VLLM_CPU_KVCACHE_SPACE={space} at most (GiB, for each worker), or --kv-cache-memory-bytes "
+                      f"{space << 30}" if space > 0 else "free host memory: too little is left for any KV cache"}
+
+
+SIGNATURES: tuple[Signature, ...] = (
+    Signature(
+        "context-exceeds-kv-pool",
+        r"To serve at least one request with the models?'s? max seq len \((?P<context_tokens>\d+)\), "
+        r"\((?P<needed_gib>[\d.]+) GiB KV cache is needed, which is larger than the available KV cache memory "
+        r"\((?P<kv_cache_gib>[\d.]+) GiB\)\. Based on the available memory, the estimated maximum model length is "
+        r"(?P<largest_context_tokens>\d+)",
+        "One request of {context_tokens} tokens needs {needed_gib} GiB of KV cache; {kv_cache_gib} GiB are there, "
+        "enough for {largest_context_tokens} tokens.",
+        "--max-model-len {largest_context_tokens}, or more memory for the KV cache (--gpu-memory-utilization; on "
+        "the CPU VLLM_CPU_KVCACHE_SPACE)",
+        "vLLM 0.20.2 - 0.32.0 v1/core/kv_cache_utils.py"),
+    Signature(
+        "context-exceeds-kv-pool",
+        r"To serve at least one request with the models?'s? max seq len \((?P<context_tokens>\d+)\), "
+        r"\((?P<needed_gib>[\d.]+) GiB KV cache is needed, which is larger than the available KV cache memory "
+        r"\((?P<kv_cache_gib>[\d.]+) GiB\)",
+        "One request of {context_tokens} tokens needs {needed_gib} GiB of KV cache; {kv_cache_gib} GiB are there.",
+        "lower --max-model-len (now {context_tokens}), or more memory for the KV cache (--gpu-memory-utilization; "
+        "on the CPU VLLM_CPU_KVCACHE_SPACE)",
+        "vLLM 0.20.2 - 0.32.0 v1/core/kv_cache_utils.py"),
+    Signature(
+        "context-exceeds-kv-pool",
+        r"The model's max seq len \((?P<context_tokens>\d+)\) is larger than the maximum number of tokens that can "
+        r"be stored in KV cache \((?P<largest_context_tokens>\d+)\)",
+        "The KV cache holds {largest_context_tokens} tokens, one request may have {context_tokens}.",
+        "--max-model-len {largest_context_tokens}",
+        "vLLM before 0.10"),
+    Signature(
+        "kv-pool-too-small",
+        r"No available memory for the cache blocks\.",
+        "Weights and activations leave no memory for the KV cache.",
+        "raise --gpu-memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs; a smaller or "
+        "quantized model also helps",
+        "vLLM 0.20.2 - 0.32.0 v1/core/kv_cache_utils.py"),
+    Signature(
+        "kv-pool-too-small",
+        r"Cannot auto-fit max_model_len: not enough GPU memory available",
+        "No memory is left for the KV cache of even one token.",
+        "raise --gpu-memory-utilization",
+        "vLLM 0.32.0 v1/core/kv_cache_utils.py"),
+    Signature(
+        "device-memory-taken",
+        r"Free memory on device \S+ \((?P<free_gib>[\d.]+)/(?P<total_gib>[\d.]+) GiB\) on startup is less than "
+        r"desired GPU memory utilization \((?P<utilization>[\d.]+), (?P<wanted_gib>[\d.]+) GiB\)",
+        "{free_gib} of {total_gib} GiB of device memory are free; --gpu-memory-utilization {utilization} asks for "
+        "{wanted_gib} GiB.",
+        "{change}",
+        "vLLM 0.20.2 - 0.32.0 v1/worker/utils.py", derive=_lower_utilization),
+    Signature(
+        "device-memory-taken",
+        r"Free memory on device \S+ \((?P<free_gib>[\d.]+)/(?P<total_gib>[\d.]+) GiB\) on startup is less than the "
+        r"engine's budget after excluding external process's weights \((?P<utilization>[\d.]+), "
+        r"(?P<wanted_gib>[\d.]+) GiB\)",
+        "{free_gib} of {total_gib} GiB of device memory are free; the engine's own budget is {wanted_gib} GiB.",
+        "lower --gpu-memory-utilization (now {utilization}), or free the memory that others hold",
+        "vLLM 0.32.0 v1/worker/utils.py"),
+    Signature(
+        "device-memory-taken",
+        r"Externally held weights on device \S+ \((?P<held_gib>[\d.]+)/(?P<total_gib>[\d.]+) GiB\) exceed the "
+        r"desired GPU memory utilization \((?P<utilization>[\d.]+), (?P<wanted_gib>[\d.]+) GiB\)",
+        "Weights held by another process take {held_gib} of {total_gib} GiB, more than the {wanted_gib} GiB asked "
+        "for.",
+        "raise --gpu-memory-utilization (now {utilization})",
+        "vLLM 0.32.0 v1/worker/utils.py"),
+    Signature(
+        "host-memory-too-small",
+        r"Available memory on node \S+ \((?P<free_gib>[\d.]+)/(?P<total_gib>[\d.]+) GiB\) on startup is less than "
+        r"desired CPU memory utilization \((?P<utilization>[\d.]+), (?P<wanted_gib>[\d.]+) GiB\)",
+        "{free_gib} of {total_gib} GiB of this memory node are available; --gpu-memory-utilization {utilization} "
+        "(it counts for the CPU too) asks for {wanted_gib} GiB.",
+        "{change}",
+        "vLLM 0.32.0 v1/worker/cpu_worker.py", derive=_lower_utilization),
+    Signature(
+        "host-memory-too-small",
+        r"Available memory on node \S+ \((?P<free_gib>[\d.]+)/(?P<total_gib>[\d.]+) GiB\) on kv cache allocation is "
+        r"less than requested memory for kv \((?P<wanted_gib>[\d.]+)(?:/[\d.]+)? GiB\)",
+        "{free_gib} of {total_gib} GiB of this memory node are available; the KV cache asks for {wanted_gib} GiB.",
+        "{change}",
+        "vLLM 0.32.0 v1/worker/cpu_worker.py", derive=_kv_gib),
+    Signature(
+        "memory-profiling-disturbed",
+        r"Error in memory profiling\. Initial free memory (?P<before_gib>[\d.]+) GiB, current free memory "
+        r"(?P<after_gib>[\d.]+) GiB",
+        "Free memory rose from {before_gib} to {after_gib} GiB while the engine was measuring: something else gave "
+        "memory back.",
+        "nothing: the next start measures again; keep other users of the device quiet while it starts",
+        "vLLM 0.20.2 - 0.32.0 v1/worker/gpu_worker.py", decisive=False),
+    Signature(
+        "graph-capture-out-of-memory",
+        r"(?:CUDA|HIP) out of memory occurred when warming up sampler with (?P<requests>\d+) dummy requests",
+        "Warming up with {requests} requests ran out of device memory.",
+        "lower --max-num-seqs (now {requests}) or --gpu-memory-utilization",
+        "vLLM 0.32.0 v1/worker/gpu_model_runner.py"),
+    Signature(
+        "tensor-parallel-invalid",
+        r"Total number of attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size "
+        r"\((?P<tensor_parallel>\d+)\)",
+        "{heads} attention heads cannot be divided by tensor parallel size {tensor_parallel}.",
+        "tensor_parallel: a divisor of {heads}",
+        "vLLM 0.32.0 config/model.py"),
+    Signature(
+        "dtype-unsupported",
+        r"Bfloat16 is only supported on GPUs with compute capability",
+        "The device has no bfloat16.",
+        "--dtype half",
+        "vLLM 0.32.0 platforms/cuda.py"),
+    Signature(
+        "dtype-unsupported",
+        r"The quantization method (?P<method>\S+) is not supported for the current GPU\. Minimum capability: "
+        r"(?P<minimum_capability>\d+)\. Current capability: (?P<capability>\d+)",
+        "Quantization {method} needs device capability {minimum_capability}; this one has {capability}.",
+        "a model with another quantization, or another device",
+        "vLLM 0.32.0 config/vllm.py"),
+    Signature(
+        "rank-died",
+        r"Worker proc (?P<process>\S+) died unexpectedly(?: \(exit code: (?P<exit_code>-?\d+|None)\))?",
+        "{process} ended.",
+        "see its last lines in the log",
+        "vLLM 0.20.2 - 0.32.0 v1/executor/multiproc_executor.py", shape="logged", start_only=False, decisive=False,
+        rank=Rank.RAISED),
+    Signature(
+        "rank-died",
+        r"Engine core initialization failed\. See root cause above\. Failed core proc\(s\): \{\}",
+        "The engine core was ended from outside while starting.",
+        "see what ended it (the guard's record, the kernel's log)",
+        "vLLM 0.20.2 - 0.32.0 v1/engine/utils.py", decisive=False, rank=Rank.CONSEQUENCE, confidence="likely"),
+    Signature(
+        "engine-error",
+        r"RPC call to (?P<method>\w+) timed out",
+        "A worker did not answer {method} in time.",
+        "find what hung; watch free memory at that time",
+        "vLLM 0.32.0 v1/executor/multiproc_executor.py", start_only=False, decisive=False, rank=Rank.RAISED),
+    Signature(
+        "engine-error",
+        r"(?:EngineCore failed to start|EngineCore encountered a fatal error|EngineCore encountered an issue|Engine "
+        r"core initialization failed|WorkerProc failed to start|WorkerProc initialization failed|WorkerProc hit an "
+        r"exception|\[shutdown\] MPClient: engine core exited|Frontend process failed)",
+        "The engine reported a fatal error.",
+        "see the engine's log above this line",
+        "vLLM 0.20.2 - 0.32.0", shape="any", start_only=False, decisive=False, rank=Rank.CONSEQUENCE,
+        confidence="likely"),
+    Signature(
+        "out-of-memory",
+        r"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate (?P<asked>[\d.]+ [KMG]iB)\.(?: GPU (?P<device>\d+) has "
+        r"a total capacity of (?P<total_gib>[\d.]+) GiB of which (?P<free>[\d.]+ [KMG]iB|[\d.]+ bytes) is free)?",
+        "The device ran out of memory: {asked} were asked for.",
+        "leave more memory free: a lower --gpu-memory-utilization, or smaller prefill chunks (line.budget, "
+        "line.maximum)",
+        "torch", start_only=False, decisive=False, rank=Rank.RAISED),
+    Signature(
+        "out-of-memory",
+        r"(?:(?:CUDA|HIP) (?:error: )?out of memory|DefaultCPUAllocator: can't allocate memory|Cannot allocate "
+        r"memory$|\[Errno 12\] Cannot allocate memory|std::bad_alloc)",
+        "The device or the host ran out of memory.",
+        "leave more memory free: a lower --gpu-memory-utilization, or smaller prefill chunks (line.budget, "
+        "line.maximum)",
+        "torch, C++", start_only=False, decisive=False, rank=Rank.RAISED),
+)
