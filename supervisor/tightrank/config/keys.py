@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .units import Choice, Duration, Kind, ListOf, Path, Size, TableOf, Text, Whole
+from tightrank.config.units import Choice, Duration, Kind, ListOf, Path, Size, TableOf, Text, Whole
 
 ENGINES = ("vllm", "sglang")
 HOOKS = ("ranks", "line")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from . import units
-from .keys import COMMANDS, KEYS, Key
-from .shape import Config, Guard, Http, Limits, Line, Worker
-from .source import Entry, from_arguments, from_environment, from_file
+from tightrank.config import units
+from tightrank.config.keys import COMMANDS, KEYS, Key
+from tightrank.config.shape import Config, Guard, Http, Limits, Line, Worker
+from tightrank.config.source import Entry, from_arguments, from_environment, from_file
+from tightrank.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

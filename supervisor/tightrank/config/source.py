@@ -11,9 +11,9 @@ from pathlib import Path
 
 import yaml
 
-from ..errors import ConfigError
-from .keys import KEYS, RESERVED, SECTIONS, env_name, overridable
-from .units import ListOf, TableOf
+from tightrank.config.keys import KEYS, RESERVED, SECTIONS, env_name, overridable
+from tightrank.config.units import ListOf, TableOf
+from tightrank.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

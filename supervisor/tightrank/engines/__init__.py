@@ -3,13 +3,13 @@ from __future__ import annotations
 
 import importlib
 
-from .base import Engine
+from tightrank.engines.base import Engine
 
 ENGINES = {"vllm": "tightrank.engines.vllm:ENGINE", "sglang": "tightrank.engines.sglang:ENGINE"}
 
 
-def get(name: str) -> Engine:
+def engine(name: str) -> Engine:
     """Raises KeyError for a name that is no engine (the configuration has refused it before)."""
     module, _, attribute = ENGINES[name].partition(":")
-    engine: Engine = getattr(importlib.import_module(module), attribute)
-    return engine
+    found: Engine = getattr(importlib.import_module(module), attribute)
+    return found

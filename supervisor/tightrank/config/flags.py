@@ -1,0 +1,62 @@
+"""How the engines spell the arguments that matter here, and how to find them on a command line. Pure.
+
+Read from the argument parsers of vLLM 0.32.0 and SGLang 0.5.23. Both let the last of a repeated flag
+win; vLLM takes _ for -.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+FLAGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm": {
+        "model": ("--model",),
+        "served_model": ("--served-model-name",),
+        "host": ("--host",),
+        "port": ("--port",),
+        "tensor_parallel": ("--tensor-parallel-size", "-tp"),
+        "pipeline_parallel": ("--pipeline-parallel-size", "-pp"),
+        "data_parallel": ("--data-parallel-size", "-dp"),
+        "api_key": ("--api-key",),
+        "chunk": ("--max-num-batched-tokens",),
+        "context": ("--max-model-len",),
+        "page": ("--block-size",),
+    },
+    "sglang": {
+        "model": ("--model-path", "--model"),
+        "served_model": ("--served-model-name",),
+        "host": ("--host",),
+        "port": ("--port",),
+        "tensor_parallel": ("--tensor-parallel-size", "--tp-size", "--tp"),
+        "pipeline_parallel": ("--pipeline-parallel-size", "--pp-size", "--pp"),
+        "data_parallel": ("--data-parallel-size", "--dp-size", "--dp"),
+        "api_key": ("--api-key",),
+        "chunk": ("--chunked-prefill-size",),
+        "context": ("--context-length",),
+        "page": ("--page-size",),
+        "role": ("--disaggregation-mode",),
+    },
+}
+
+# Flags that belong to a key of ours, so that one place says it.
+OWN_KEYS = {"model": "model", "served_model": "served_model", "host": "workers[].host", "port": "workers[].port",
+            "tensor_parallel": "workers[].tensor_parallel", "pipeline_parallel": "workers[].pipeline_parallel",
+            "api_key": "workers[].api_key_file", "role": "workers[].role"}
+
+
+def _name(argument: str) -> str:
+    name = argument.partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def has(args: Sequence[str], *spellings: str) -> bool:
+    return any(_name(argument) in spellings for argument in args)
+
+
+def value(args: Sequence[str], *spellings: str) -> str | None:
+    """The value of the last of these flags in `args`; "" for one that ends the line; None when it is not there."""
+    found = None
+    for index, argument in enumerate(args):
+        if _name(argument) in spellings:
+            _, equals, text = argument.partition("=")
+            found = text if equals else "".join(args[index + 1:index + 2])
+    return found

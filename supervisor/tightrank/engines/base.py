@@ -1,0 +1,117 @@
+"""What an engine must tell us. Its answers are strings and small records; nothing here does any work."""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tightrank.config import Worker
+from tightrank.config.flags import FLAGS, value
+from tightrank.records import StartStep, WorkerSpec
+
+LEAST_GRANULE = 64   # slivers can end an engine: IndexError in vLLM 0.32's CPU indexer at a chunk under 4 tokens
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request of ours to an engine. `headers` may hold its API key. Success is status 200."""
+    method: str
+    path: str
+    body: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the plan wants from an engine's command line. None: leave it to the engine. Tokens and seconds."""
+    worker: Worker
+    model: str
+    served_model: str | None
+    as_written: bool                   # the command line names model, address and parallelism already
+    command: tuple[str, ...]
+    maximum: int | None                # largest chunk
+    context: int | None                # largest length, where it must be set
+    drain_seconds: float
+
+
+class Engine(Protocol):
+    """An engine's answers. `args` are always the user's own arguments for it."""
+
+    name: str
+    distribution: str                          # of its Python package
+    releases: Mapping[str, tuple[int, ...]]    # hook -> first release whose hook points we know
+    plugins_variable: str                      # whitelist of plugins; ours must be on it when it is set
+
+    def arguments(self, wish: Wish) -> tuple[str, ...]:
+        """All arguments of ours: what a command line needs to be whole, then what we set on purpose."""
+        ...
+
+    def environment(self) -> Mapping[str, str]:
+        """Variables that we set unless the user did, each with its reason in the source."""
+        ...
+
+    def refusal(self, worker: Worker, hooks: Sequence[str]) -> str | None:
+        """Why these arguments cannot be supervised (a sentence that says what to change), or None."""
+        ...
+
+    def own_context(self, model: Mapping[str, Any]) -> int:
+        """The longest request (tokens) that the engine derives from the model's config.json by itself."""
+        ...
+
+    def granule(self, args: Sequence[str], model: Mapping[str, Any]) -> int:
+        """Chunks should be multiples of this (tokens), as far as can be told before the engine runs."""
+        ...
+
+    def start_step(self, text: str) -> StartStep | None:
+        """The step of a start that a line of output announces; None: it announces none."""
+        ...
+
+    def rank_roles(self, worker: Worker, on_cpu: bool) -> tuple[tuple[str, int], ...]:
+        """(role in its hello, how many processes at least) of a whole worker."""
+        ...
+
+    def health(self, spec: WorkerSpec) -> Call: ...
+
+    def canary(self, spec: WorkerSpec) -> Call:
+        """A real request of a few tokens, answerable by this role alone."""
+        ...
+
+    def budget(self, spec: WorkerSpec, budget: int) -> Call | None:
+        """The control request that tells all ranks a new line budget (token²); None: the control page is read."""
+        ...
+
+
+def authorization(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def match_step(patterns: Sequence[tuple[StartStep, re.Pattern[str]]], text: str) -> StartStep | None:
+    return next((step for step, pattern in patterns if pattern.search(text)), None)
+
+
+def number(engine: str, args: Sequence[str], flag: str) -> int | None:
+    """The whole number that `flag` (a name of `config.flags`) has in `args`; None when it is not there.
+
+    Reads what both parsers read: 2048, 2k (2000), 2K (2048), -1, auto (-1). Raises ValueError otherwise.
+    """
+    text = value(args, *FLAGS[engine][flag])
+    if text is None:
+        return None
+    if text.lower() == "auto":
+        return -1
+    if text[:-1].replace(".", "", 1).isdigit() and text[-1:] in _SUFFIXES:
+        return int(float(text[:-1]) * _SUFFIXES[text[-1]])
+    return int(text)
+
+
+def sections(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of config.json that describes the language model (multimodal models nest it)."""
+    nested = model.get("text_config")
+    return {**model, **nested} if isinstance(nested, Mapping) else model
+
+
+def given(flag: str, value: str | int | None, unless: str | int | None = None) -> tuple[str, ...]:
+    """`flag value`, or nothing when the value is the engine's own default anyway."""
+    return () if value is None or value == unless else (flag, str(value))

@@ -1,0 +1,110 @@
+"""SGLang's answers, read from and run with 0.5.23 on the CPU. Paths in comments are under sglang/srt/."""
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tightrank.config import Worker
+from tightrank.config.flags import FLAGS, has, value
+from tightrank.engines.base import (
+    LEAST_GRANULE,
+    Call,
+    Wish,
+    authorization,
+    given,
+    match_step,
+    number,
+    sections,
+)
+from tightrank.records import StartStep, WorkerSpec
+
+_FLAGS = FLAGS["sglang"]
+# model_executor/model_runner.py, mem_cache/kv_cache_configurator.py, cuda_graph_setup.py, managers/scheduler.py
+_STEPS = (
+    (StartStep.WARMING, re.compile(r"max_total_num_tokens=|Application startup complete|The server is fired up|"
+                                   r"Started server process")),
+    (StartStep.CAPTURING, re.compile(r"Capture .*graph begin|Capturing batches")),
+    (StartStep.SIZING, re.compile(r"Load weight end|KV [Cc]ache is allocated|Memory pool end")),
+    (StartStep.LOADING, re.compile(r"Load weight begin|Loading safetensors|Init torch distributed begin")),
+)
+_LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
+FAKE_BOOTSTRAP_HOST = "2.2.2.2"   # disaggregation/utils.py: a role answers such a request without its peer
+BUDGET_KEY = "tightrank_line_budget"
+
+
+class SGLang:
+    name = "sglang"
+    distribution = "sglang"
+    releases: Mapping[str, tuple[int, ...]] = {"ranks": (0, 5, 20), "line": (0, 5, 20)}
+    plugins_variable = "SGLANG_PLUGINS"
+
+    def arguments(self, wish: Wish) -> tuple[str, ...]:
+        args = wish.worker.args
+        ours: tuple[str, ...] = ()
+        if wish.maximum is not None and not has(args, *_FLAGS["chunk"]):
+            ours += ("--chunked-prefill-size", str(wish.maximum))
+        if wish.context is not None and not has(args, *_FLAGS["context"]):
+            ours += ("--context-length", str(wish.context))
+        return ours if wish.as_written else (*self._base(wish), *args, *ours)
+
+    @staticmethod
+    def _base(wish: Wish) -> tuple[str, ...]:
+        worker = wish.worker
+        return ("--model-path", wish.model, "--host", worker.host, "--port", str(worker.port),
+                *given("--tp-size", worker.tensor_parallel, unless=1),
+                *given("--pp-size", worker.pipeline_parallel, unless=1),
+                *given("--served-model-name", wish.served_model),
+                *given("--disaggregation-mode", worker.role, unless="both"))
+
+    def environment(self) -> Mapping[str, str]:
+        # On by default, they keep a dead engine's port open: 5 s (dead rank) to 65 s (dead detokenizer), measured.
+        return {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+
+    def refusal(self, worker: Worker, hooks: Sequence[str]) -> str | None:
+        args = worker.args
+        if worker.api_key_file is not None and not has(args, "--api-key", "--config"):
+            return ("api_key_file: SGLang reads its key only from --api-key, which every user of the host can see, or "
+                    "from a file: add --config FILE with `api-key: ...` in it")
+        if (number("sglang", args, "data_parallel") or 1) > 1 or has(args, "--enable-dp-attention"):
+            return "data parallelism is not supported inside one worker; name one worker per replica"
+        if "line" in hooks and has(args, "--enable-dynamic-chunking"):
+            return "--enable-dynamic-chunking sets chunk sizes and so does the hook line; drop one of the two"
+        return None
+
+    def own_context(self, model: Mapping[str, Any]) -> int:
+        """As get_context_length in utils/hf_transformers/common.py."""
+        text = sections(model)
+        rotary = text.get("rope_scaling") or text.get("rope_parameters") or {}
+        scaled = "original_max_position_embeddings" in rotary or rotary.get("rope_type") == "llama3"
+        factor = 1 if scaled else rotary.get("factor", 1)
+        return next((int(factor * text[name]) for name in _LENGTHS if text.get(name)), 2048)
+
+    def granule(self, args: Sequence[str], model: Mapping[str, Any]) -> int:
+        page = number("sglang", args, "page") or (256 if model.get("model_type") == "deepseek_v4" else 1)
+        return math.lcm(LEAST_GRANULE, page)
+
+    def start_step(self, text: str) -> StartStep | None:
+        return match_step(_STEPS, text)
+
+    def rank_roles(self, worker: Worker, on_cpu: bool) -> tuple[tuple[str, int], ...]:
+        return ("scheduler", worker.tensor_parallel * worker.pipeline_parallel), ("detokenizer", 1)
+
+    def health(self, spec: WorkerSpec) -> Call:
+        return Call("GET", "/health")
+
+    def canary(self, spec: WorkerSpec) -> Call:
+        body: dict[str, Any] = {"input_ids": [1, 2, 3, 4],
+                                "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}}
+        if spec.role != "both":
+            body |= {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": 0}
+        return Call("POST", "/generate", body, authorization(spec.api_key))
+
+    def budget(self, spec: WorkerSpec, budget: int) -> Call | None:
+        # An admin key, when there is one, is asked for here and the API key is not (utils/auth.py, ADMIN_OPTIONAL).
+        key = value(spec.argv, "--admin-api-key") or spec.api_key
+        return Call("POST", "/set_internal_state", {"server_args": {BUDGET_KEY: budget}}, authorization(key))
+
+
+ENGINE = SGLang()
