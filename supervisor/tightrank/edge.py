@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tightrank.report import Journal
 
 BODY_BYTES = 64 << 10
+BODY_SECONDS = 10.0
 BEAT_SECONDS = 5.0           # a comment this often keeps proxies and clients from giving up
 SEND_SECONDS = 10.0          # a client that takes nothing for this long is dropped; it comes back with Last-Event-ID
 STREAMS = 32                 # open event streams; each costs a socket and a task
@@ -62,8 +63,12 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _refused(status: int, message: str) -> Response:
+    return _error(status, {"message": message, "code": "body_refused"}, {"Connection": "close"})
+
+
 class BodyLimit:
-    """Answers 413 to a body over 64 KiB, declared or not, before it is read whole."""
+    """Answers 413 to a body over 64 KiB, declared or not, before it is read whole; 408 to one that does not come."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -71,15 +76,18 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        taken = int(declared) if declared.isdigit() else 0
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        taken = int(declared) if declared else 0       # h11 has checked the header and holds the body to it
         body: list[Message] = []
-        while taken <= BODY_BYTES and (not body or body[-1].get("more_body")):
-            body.append(await receive())
-            taken = sum(len(part.get("body", b"")) for part in body)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while taken <= BODY_BYTES and (not body or body[-1].get("more_body")):
+                    body.append(await receive())
+                    taken += len(body[-1].get("body", b"")) if not declared else 0
+        except TimeoutError:
+            return await _refused(408, f"the body did not arrive within {BODY_SECONDS:.0f} s")(scope, receive, send)
         if taken > BODY_BYTES:
-            detail = {"message": f"the body is over {BODY_BYTES} bytes", "code": "body_too_large"}
-            return await _error(413, detail, {"Connection": "close"})(scope, receive, send)
+            return await _refused(413, f"the body is over {BODY_BYTES} bytes")(scope, receive, send)
         replay = iter(body)
 
         async def again() -> Message:

@@ -20,7 +20,9 @@ _TABLES = {"vllm": vllm.SIGNATURES + common.SIGNATURES, "sglang": sglang.SIGNATU
 
 RUNNING_SECONDS = 120.0      # of a serving engine's output; SGLang's dumps before it ends take up to 65 s
 EVIDENCE_CHARACTERS = 600
+MESSAGE_CHARACTERS = 4096
 LAST_LINES = 5
+TRACEBACK_LINES = 20         # at the end of the output: an exception that ended the process is among these
 OOM_KILLED_CHANGE = ("give the host or container more memory, or the engine less; raise guard.floor so that the guard "
                      "acts first")
 
@@ -31,13 +33,14 @@ _PREFIXES = re.compile(
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)(?: \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]{1,80}\]|:)\s*)?[\s|]*")
 _EXCEPTION = re.compile(r"(?:(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*Error|\w*Exception): |Value error, |Assertion failed, )")
 _UNITS = {"_gib": 2.0**30, "_mib": 2.0**20, "_gb": 1e9}
-_SECRET = re.compile(r"(?i)(--?[\w-]*(?:key|token|secret|password)[\w-]*(?:=|\s+))\S+")
+_SECRET = re.compile(r"""(?i)((?:api[_-]?key|[_-]token|secret|password)(?![a-z])['"]?(?:\s*[=:]\s*|\s+)['"]?)[^\s,'")]+""")
+_UNKNOWN_ARGUMENTS = re.compile(r"(?<=error: unrecognized arguments: ).*")
 
 
 @dataclass(frozen=True, slots=True)
 class ExitInfo:
-    """How an engine ended, unasked. `code` as of subprocess (negative: a signal), of the process `role` that ended
-    first.
+    """How an engine ended, unasked. `role` names the process that ended first, `code` is as of subprocess.
+
     `starting`: it had not served yet. `oom_killed`: a kernel counter (cgroup memory.events) says so.
     """
     code: int | None
@@ -86,7 +89,7 @@ def diagnose(engine: str, lines: Sequence[Line], exit_info: ExitInfo) -> Diagnos
 
 def _message(line: Line) -> _Message | None:
     """The message of a line without its prefixes; None for a level that reports no error."""
-    whole = _ANSI.sub("", line.text).rstrip()
+    whole = _ANSI.sub("", line.text[:MESSAGE_CHARACTERS]).rstrip()
     prefix = _PREFIXES.match(whole)
     if prefix is None or prefix["level"] in ("DEBUG", "INFO", "WARNING"):
         return None
@@ -115,7 +118,7 @@ def _match(signature: Signature, message: _Message, stream: str) -> re.Match[str
 
 
 def _verdict(hit: _Hit, lines: Sequence[Line]) -> Diagnosis:
-    groups = {name: _SECRET.sub(r"\1***", value) for name, value in hit.match.groupdict().items() if value is not None}
+    groups = {name: value for name, value in hit.match.groupdict().items() if value is not None}
     numbers = _numbers(groups)
     words = _Words(groups | dict(hit.signature.derive(numbers)))
     return _made(hit.signature.cause, hit.signature.summary.format_map(words), (lines[hit.position],),
@@ -141,12 +144,18 @@ def _numbers(groups: Mapping[str, str]) -> dict[str, float]:
 
 def _made(cause: str, summary: str, evidence: Sequence[Line], change: str, *,
           numbers: Mapping[str, float] | None = None, confidence: str = "certain") -> Diagnosis:
-    return Diagnosis(cause, summary[:EVIDENCE_CHARACTERS], tuple(_clean(line.text) for line in evidence), change,
+    return Diagnosis(cause, _clean(summary), tuple(_clean(line.text) for line in evidence), change,
                      CAUSES[cause].restart_helps, numbers or {}, confidence)
 
 
 def _clean(text: str) -> str:
-    return _SECRET.sub(r"\1***", _ANSI.sub("", text).rstrip())[:EVIDENCE_CHARACTERS]
+    """For people, without secrets: of arguments that the engine does not know only the names are kept."""
+    text = _SECRET.sub(r"\1***", _ANSI.sub("", text[:MESSAGE_CHARACTERS]).rstrip())
+    return _UNKNOWN_ARGUMENTS.sub(lambda match: _names(match[0]), text)[:EVIDENCE_CHARACTERS]
+
+
+def _names(arguments: str) -> str:
+    return " ".join(word.partition("=")[0] if word.startswith("-") else "***" for word in arguments.split())
 
 
 def _latest(lines: Sequence[Line]) -> Sequence[Line]:
@@ -159,8 +168,8 @@ def _first_exception(lines: Sequence[Line], best: _Hit | None, hits: Sequence[_H
     A serving engine also logs the exceptions of requests: there only what follows its own fatal marker counts.
     """
     marker = next((hit.position for hit in hits if hit.signature.rank == Rank.CONSEQUENCE), None)
-    first = 0 if starting else marker
     last = best.position if best and best.signature.rank == Rank.RAISED else len(lines)
+    first = marker if marker is not None else max(last - TRACEBACK_LINES, 0) if starting else None
     for line in lines[first:last] if first is not None else ():
         message = _message(line)
         if message and message.exception and not _consequence(message):

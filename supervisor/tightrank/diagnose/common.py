@@ -15,7 +15,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "port-taken",
         r"\[Errno 98\] (?:Address already in use|error while attempting to bind on address \('(?P<host>[^']*)', "
         r"(?P<port>\d+))",
-        "The engine's port is in use.",
+        "A port that the engine needs is in use.",
         "end what listens there (ss -ltnp), or give the worker another port",
         "asyncio, uvicorn", shape="any", decisive=False),
     Signature(
