@@ -9,33 +9,29 @@ from pathlib import Path
 
 # A cgroup v1 limit that is "none": the largest multiple of a page below 2^63.
 _UNLIMITED = 2**62
-_DEVICES = ("nvidiactl", "dxg", "kfd", "nvmap")    # NVIDIA, WSL, AMD, Tegra
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """`cgroup_limit_bytes` and `memlock_limit_bytes`: None is no limit. `on_cpu`: no accelerator has a device file."""
+    """`cgroup_limit_bytes` and `memlock_limit_bytes`: None is no limit."""
     mem_total_bytes: int | None
     cgroup_limit_bytes: int | None
     page_bytes: int
     cores: int
     memlock_limit_bytes: int | None
     is_root: bool
-    on_cpu: bool
     gpus: tuple[str, ...]              # PCI bus IDs
     gpus_why: str                      # why there are none, when there are none
 
 
-def read_host(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"),
-              dev: Path = Path("/dev")) -> HostFacts:
+def read(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostFacts:
     """One look at the host. Never raises for something that is missing."""
     gpus, why = _gpus()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostFacts(mem_total_bytes=_mem_total(proc), cgroup_limit_bytes=_cgroup_limit(proc, cgroup),
                      page_bytes=resource.getpagesize(), cores=len(os.sched_getaffinity(0)),
                      memlock_limit_bytes=None if soft == resource.RLIM_INFINITY else soft,
-                     is_root=os.geteuid() == 0, on_cpu=not any((dev / name).exists() for name in _DEVICES),
-                     gpus=gpus, gpus_why=why)
+                     is_root=os.geteuid() == 0, gpus=gpus, gpus_why=why)
 
 
 def _text(path: Path) -> str:

@@ -8,7 +8,7 @@ from tightrank.engines.base import Engine
 ENGINES = {"vllm": "tightrank.engines.vllm:ENGINE", "sglang": "tightrank.engines.sglang:ENGINE"}
 
 
-def engine(name: str) -> Engine:
+def get(name: str) -> Engine:
     """Raises KeyError for a name that is no engine (the configuration has refused it before)."""
     module, _, attribute = ENGINES[name].partition(":")
     found: Engine = getattr(importlib.import_module(module), attribute)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tightrank.config import Worker
@@ -11,16 +11,25 @@ from tightrank.config.flags import FLAGS, value
 from tightrank.records import StartStep, WorkerSpec
 
 LEAST_GRANULE = 64   # slivers can end an engine: IndexError in vLLM 0.32's CPU indexer at a chunk under 4 tokens
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Probe:
     """One HTTP request of ours to an engine. `headers` may hold its API key. Success is status 200."""
     method: str
-    path: str
+    url: str
+    headers: Mapping[str, str]
     body: Mapping[str, Any] | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """How many processes of a role a whole worker has: at least `least`, at most `most`."""
+    role: str
+    least: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +77,25 @@ class Engine(Protocol):
         """The step of a start that a line of output announces; None: it announces none."""
         ...
 
-    def rank_roles(self, worker: Worker, on_cpu: bool) -> tuple[tuple[str, int], ...]:
-        """(role in its hello, how many processes at least) of a whole worker."""
+    def processes(self, spec: WorkerSpec) -> tuple[Expected, ...]:
+        """The processes, by the role in their hello, that a whole worker has."""
         ...
 
-    def health(self, spec: WorkerSpec) -> Call: ...
+    def health(self, spec: WorkerSpec) -> Probe: ...
 
-    def canary(self, spec: WorkerSpec) -> Call:
+    def canary(self, spec: WorkerSpec) -> Probe:
         """A real request of a few tokens, answerable by this role alone."""
         ...
 
-    def budget(self, spec: WorkerSpec, budget: int) -> Call | None:
+    def budget(self, spec: WorkerSpec, budget: int) -> Probe | None:
         """The control request that tells all ranks a new line budget (token²); None: the control page is read."""
         ...
+
+
+def url(spec: WorkerSpec, path: str) -> str:
+    """A URL at the engine, reached from this host."""
+    host = _WILDCARDS.get(spec.host, spec.host)
+    return f"http://[{host}]:{spec.port}{path}" if ":" in host else f"http://{host}:{spec.port}{path}"
 
 
 def authorization(key: str | None) -> dict[str, str]:

@@ -10,13 +10,15 @@ from tightrank.config import Worker
 from tightrank.config.flags import FLAGS, has, value
 from tightrank.engines.base import (
     LEAST_GRANULE,
-    Call,
+    Expected,
+    Probe,
     Wish,
     authorization,
     given,
     match_step,
     number,
     sections,
+    url,
 )
 from tightrank.records import StartStep, WorkerSpec
 
@@ -88,23 +90,25 @@ class SGLang:
     def start_step(self, text: str) -> StartStep | None:
         return match_step(_STEPS, text)
 
-    def rank_roles(self, worker: Worker, on_cpu: bool) -> tuple[tuple[str, int], ...]:
-        return ("scheduler", worker.tensor_parallel * worker.pipeline_parallel), ("detokenizer", 1)
+    def processes(self, spec: WorkerSpec) -> tuple[Expected, ...]:
+        ranks = spec.tensor_parallel * spec.pipeline_parallel
+        return Expected("scheduler", ranks, ranks), Expected("detokenizer", 1, 1)
 
-    def health(self, spec: WorkerSpec) -> Call:
-        return Call("GET", "/health")
+    def health(self, spec: WorkerSpec) -> Probe:
+        return Probe("GET", url(spec, "/health"), {})
 
-    def canary(self, spec: WorkerSpec) -> Call:
+    def canary(self, spec: WorkerSpec) -> Probe:
         body: dict[str, Any] = {"input_ids": [1, 2, 3, 4],
                                 "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}}
         if spec.role != "both":
             body |= {"bootstrap_host": FAKE_BOOTSTRAP_HOST, "bootstrap_room": 0}
-        return Call("POST", "/generate", body, authorization(spec.api_key))
+        return Probe("POST", url(spec, "/generate"), authorization(spec.api_key), body)
 
-    def budget(self, spec: WorkerSpec, budget: int) -> Call | None:
+    def budget(self, spec: WorkerSpec, budget: int) -> Probe | None:
         # An admin key, when there is one, is asked for here and the API key is not (utils/auth.py, ADMIN_OPTIONAL).
         key = value(spec.argv, "--admin-api-key") or spec.api_key
-        return Call("POST", "/set_internal_state", {"server_args": {BUDGET_KEY: budget}}, authorization(key))
+        return Probe("POST", url(spec, "/set_internal_state"), authorization(key),
+                     {"server_args": {BUDGET_KEY: budget}})
 
 
 ENGINE = SGLang()

@@ -10,13 +10,15 @@ from tightrank.config import Worker
 from tightrank.config.flags import FLAGS, has, value
 from tightrank.engines.base import (
     LEAST_GRANULE,
-    Call,
+    Expected,
+    Probe,
     Wish,
     authorization,
     given,
     match_step,
     number,
     sections,
+    url,
 )
 from tightrank.records import StartStep, WorkerSpec
 
@@ -99,20 +101,20 @@ class VLLM:
     def start_step(self, text: str) -> StartStep | None:
         return match_step(_STEPS, text)
 
-    def rank_roles(self, worker: Worker, on_cpu: bool) -> tuple[tuple[str, int], ...]:
-        ranks = worker.tensor_parallel * worker.pipeline_parallel
+    def processes(self, spec: WorkerSpec) -> tuple[Expected, ...]:
+        ranks = spec.tensor_parallel * spec.pipeline_parallel
         # A single rank on a GPU runs inside the engine core (config/parallel.py: "uni"); on the CPU it is a process.
-        inside = ranks == 1 and not on_cpu and value(worker.args, "--distributed-executor-backend") != "mp"
-        return ("engine-core", 1), ("worker", 0 if inside else ranks)
+        inside = ranks == 1 and value(spec.argv, "--distributed-executor-backend") != "mp"
+        return Expected("engine-core", 1, 1), Expected("worker", 0 if inside else ranks, ranks)
 
-    def health(self, spec: WorkerSpec) -> Call:
-        return Call("GET", "/health")
+    def health(self, spec: WorkerSpec) -> Probe:
+        return Probe("GET", url(spec, "/health"), {})
 
-    def canary(self, spec: WorkerSpec) -> Call:
+    def canary(self, spec: WorkerSpec) -> Probe:
         body = {"model": spec.served_model, "prompt": [1, 2, 3, 4], "max_tokens": 1, "temperature": 0}
-        return Call("POST", "/v1/completions", body, authorization(spec.api_key))
+        return Probe("POST", url(spec, "/v1/completions"), authorization(spec.api_key), body)
 
-    def budget(self, spec: WorkerSpec, budget: int) -> Call | None:
+    def budget(self, spec: WorkerSpec, budget: int) -> Probe | None:
         return None
 
 

@@ -1,0 +1,129 @@
+"""Configuration, host facts and inputs -> one `WorkerSpec` per worker. Pure: reads nothing, starts nothing."""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tightrank import engines
+from tightrank.adapter import wire
+from tightrank.config import Config, Worker
+from tightrank.config.flags import FLAGS, OWN_KEYS, has, value
+from tightrank.engines.base import Engine, Wish
+from tightrank.host import HostFacts
+from tightrank.inputs import Inputs
+from tightrank.plan.line import Chosen, choose, schedule
+from tightrank.records import WorkerSpec
+
+PLUGIN = "tightrank"     # the adapter's entry point in both engines' plugin groups
+_SECRET = re.compile(r"(?i)key|token|secret|password|credential")
+_SECRET_FLAG = re.compile(r"--(admin-)?api[-_]key|--hf[-_]token|--ssl[-_]keyfile[-_]password")
+MASK = "***"
+
+
+def build(config: Config, host: HostFacts, inputs: Inputs) -> tuple[WorkerSpec, ...]:
+    """Raises ConfigError: one line with key, value, range, place and what to do."""
+    engine = engines.get(config.engine)
+    return tuple(_worker(config, index, engine, host, inputs) for index in range(len(config.workers)))
+
+
+def for_generation(spec: WorkerSpec, generation: int, state_directory: Path) -> WorkerSpec:
+    """`spec` with what one start adds: its number, its run directory and the two variables that engines may see."""
+    run_directory = str(state_directory / "run" / f"{spec.name}-{generation}")
+    ours = {wire.ENV_RUN: f"{mark(state_directory)}:{spec.name}:{generation}"}
+    if spec.hooks:
+        ours[wire.ENV_ADAPTER] = run_directory
+    return dataclasses.replace(spec, generation=generation, run_directory=run_directory, env={**spec.env, **ours})
+
+
+def mark(state_directory: Path) -> str:
+    """What the environment of every process that descends from this state directory's supervisor carries, in front."""
+    return hashlib.sha256(str(state_directory.resolve()).encode()).hexdigest()[:16]
+
+
+def _worker(config: Config, index: int, engine: Engine, host: HostFacts, inputs: Inputs) -> WorkerSpec:
+    worker, path = config.workers[index], f"workers[{index}]"
+    _refuse_own_keys(config, path, worker)
+    if (why := engine.refusal(worker, config.hooks)) is not None:
+        raise config.error(f"{path}.args", why)
+    chosen = choose(config, index, engine, inputs) if "line" in config.hooks else None
+    environment, env_notes = _environment(worker, engine, inputs)
+    return WorkerSpec(
+        name=worker.name, engine=config.engine, role=worker.role, argv=_argv(config, worker, engine, chosen),
+        env=environment, host=worker.host, port=worker.port, model=config.model,
+        served_model=_served_model(config, worker), tensor_parallel=worker.tensor_parallel,
+        pipeline_parallel=worker.pipeline_parallel, devices=worker.devices, hooks=config.hooks,
+        line=chosen.spec if chosen else None, context_tokens=chosen.context if chosen else None,
+        schedule=schedule(chosen.spec, chosen.context) if chosen else (),
+        drain_seconds=config.limits.drain_seconds, start_stall_seconds=config.limits.start_stall_seconds,
+        api_key=inputs.api_keys.get(worker.name),
+        notes=(*(chosen.notes if chosen else ("the line is off: hooks does not name it",)), *env_notes))
+
+
+def _refuse_own_keys(config: Config, path: str, worker: Worker) -> None:
+    """One place says each thing; a secret on a command line can be read by every user of the host."""
+    if config.as_written:
+        return
+    for name, key in OWN_KEYS.items():
+        if has(worker.args, *FLAGS[config.engine].get(name, ())):
+            spelling = FLAGS[config.engine][name][0]
+            raise config.error(f"{path}.args", f"{spelling} has a key of its own; use {key.replace('workers[]', path)}")
+
+
+def _argv(config: Config, worker: Worker, engine: Engine, chosen: Chosen | None) -> tuple[str, ...]:
+    wish = Wish(worker=worker, model=config.model, served_model=config.served_model, as_written=config.as_written,
+                command=config.command, maximum=chosen.spec.maximum if chosen else None,
+                context=chosen.context if chosen and chosen.cap else None, drain_seconds=config.limits.drain_seconds)
+    return (*config.command, *engine.arguments(wish))
+
+
+def _served_model(config: Config, worker: Worker) -> str:
+    if config.served_model is not None:
+        return config.served_model
+    if not config.as_written:
+        return config.model
+    return value(worker.args, *FLAGS[config.engine]["model"]) or worker.args[0]
+
+
+def _environment(worker: Worker, engine: Engine, inputs: Inputs) -> tuple[dict[str, str], tuple[str, ...]]:
+    """What we set over the supervisor's own environment, and sentences about it. PYTHONPATH is launch's to extend."""
+    theirs = {**inputs.environment, **worker.env}
+    # setproctitle would wipe /proc/PID/environ, and with it the mark by which leftovers are found
+    ours = {"SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
+    ours |= {name: text for name, text in engine.environment().items() if name not in theirs}
+    if worker.devices:
+        ours["CUDA_VISIBLE_DEVICES"] = ",".join(worker.devices)
+    if engine.name == "vllm" and worker.api_key_file is not None:
+        ours["VLLM_API_KEY"] = inputs.api_keys[worker.name]
+    notes: tuple[str, ...] = ()
+    plugins = theirs.get(engine.plugins_variable)
+    if plugins is not None and PLUGIN not in plugins.split(","):
+        ours[engine.plugins_variable] = ",".join(part for part in (plugins, PLUGIN) if part)
+        notes = (f"{engine.plugins_variable} is set; {PLUGIN} is appended to it",)
+    return {**worker.env, **ours}, notes
+
+
+def masked(spec: WorkerSpec) -> tuple[tuple[str, ...], dict[str, str]]:
+    """(argv, env) to show: secrets as ***."""
+    argv = list(spec.argv)
+    for index, argument in enumerate(spec.argv):
+        name, equals, _ = argument.partition("=")
+        if _SECRET_FLAG.fullmatch(name) and equals:
+            argv[index] = f"{name}={MASK}"
+        elif index and _SECRET_FLAG.fullmatch(spec.argv[index - 1]):
+            argv[index] = MASK
+    return tuple(argv), {name: MASK if _SECRET.search(name) else text for name, text in sorted(spec.env.items())}
+
+
+def to_json(specs: Sequence[WorkerSpec]) -> Mapping[str, Any]:
+    """The plan as JSON can hold it, without secrets."""
+    workers = []
+    for spec in specs:
+        argv, env = masked(spec)
+        shown = dataclasses.asdict(dataclasses.replace(spec, argv=argv, env=env))
+        del shown["api_key"], shown["generation"], shown["run_directory"]
+        workers.append(shown)
+    return {"workers": workers}

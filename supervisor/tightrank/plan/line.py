@@ -1,0 +1,162 @@
+"""The line of one worker: from what was asked for, the engine's own arguments and the model. Pure.
+
+The engine's maximum length is capped at what `minimum` can finish under the budget: a request that was accepted must be
+able to end, so what cannot is refused by the engine itself, with 400.
+"""
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tightrank.adapter import line
+from tightrank.config import Config, Worker
+from tightrank.config.flags import FLAGS
+from tightrank.engines.base import Engine, number
+from tightrank.errors import ConfigError
+from tightrank.inputs import Inputs
+from tightrank.records import ChunkBand, LineSpec
+
+DEFAULT_MAXIMUM = 2048   # of the published analysis; also vLLM's own default chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """`context`: the engine's longest request (tokens). `cap`: that it must be told so, else it is its own choice."""
+    spec: LineSpec
+    context: int
+    cap: bool
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One worker's question. `where`: the key of its arguments, for messages."""
+    config: Config
+    worker: Worker
+    engine: Engine
+    inputs: Inputs
+    where: str
+
+    def flag(self, name: str) -> tuple[str, int | None]:
+        """(as the engine spells it, its value in the user's arguments). Raises ConfigError."""
+        spelling = FLAGS[self.engine.name][name][0]
+        try:
+            return spelling, number(self.engine.name, self.worker.args, name)
+        except ValueError:
+            raise self.error(f"{spelling} is no whole number; correct it") from None
+
+    def error(self, sentence: str) -> ConfigError:
+        return self.config.error(self.where, sentence)
+
+
+def choose(config: Config, index: int, engine: Engine, inputs: Inputs) -> Chosen:
+    """Raises ConfigError when what was asked for does not go together; the message has both numbers and the way out."""
+    case = _Case(config, config.workers[index], engine, inputs, f"workers[{index}].args")
+    granule = config.line.granule or engine.granule(case.worker.args, inputs.model)
+    maximum = _maximum(case)
+    _check_sizes(case, granule, maximum)
+    longest = _longest(config, granule)
+    context, cap, note = _context(case, granule, longest)
+    wanted = config.line
+    spec = LineSpec(budget=wanted.budget, floor_budget=min(wanted.budget, wanted.minimum * context),
+                    minimum=wanted.minimum, maximum=maximum, granule=granule, rule=wanted.rule, step=wanted.step)
+    assumed = () if wanted.granule else (f"granule {granule} is assumed; the engine's own is known once it runs, "
+                                         "and chunks are multiples of both",)
+    return Chosen(spec, context, cap, (note, *assumed))
+
+
+def _maximum(case: _Case) -> int:
+    asked = case.config.line.maximum
+    spelling, flag = case.flag("chunk")
+    if flag is not None and flag < 1:
+        raise case.error(f"{spelling} {flag} switches chunks off and the hook line needs them; set a size, or take line "
+                         "out of hooks")
+    if asked is not None and flag is not None and flag != asked:
+        raise case.error(f"{spelling} {flag} is not line.maximum {asked}; name one of them only")
+    return asked or flag or DEFAULT_MAXIMUM
+
+
+def _check_sizes(case: _Case, granule: int, maximum: int) -> None:
+    config, minimum = case.config, case.config.line.minimum
+    flag = case.flag("chunk")
+    shown = f"{flag[0]} {maximum}" if flag[1] is not None else f"line.maximum {maximum}"
+    if minimum % granule:
+        raise config.error("line.minimum", f"{minimum} is no multiple of the granule {granule}; use "
+                           f"{_near(minimum, granule)}")
+    if maximum % granule:
+        key = case.where if flag[1] is not None else "line.maximum"
+        raise config.error(key, f"{shown} is no multiple of the granule {granule}; use {_near(maximum, granule)}")
+    if minimum > maximum:
+        raise config.error("line.minimum", f"{minimum} is over {shown}; lower line.minimum to {maximum} or less")
+
+
+def _near(tokens: int, granule: int) -> str:
+    below = tokens // granule * granule
+    return f"{below} or {below + granule}" if below else str(granule)
+
+
+def _longest(config: Config, granule: int) -> int:
+    wanted = config.line
+    longest: int = line.longest_prompt(wanted.budget, minimum=wanted.minimum, granule=granule, rule=_rule(wanted.rule))
+    if not longest:
+        least = wanted.minimum ** (2 if wanted.rule == "span" else 1)
+        raise config.error("line.budget", f"{wanted.budget} does not hold one chunk of line.minimum {wanted.minimum}; "
+                           f"use at least {least}")
+    return longest
+
+
+def _context(case: _Case, granule: int, longest: int) -> tuple[int, bool, str]:
+    """(longest request, whether the engine must be told, a sentence)."""
+    config = case.config
+    own = case.engine.own_context(case.inputs.model)
+    spelling, flag = case.flag("context")
+    asked = config.line.context
+    if flag is not None and flag < 1:                # auto: the engine may go as far as the model does
+        flag = own
+    if asked is not None and flag is not None and asked != flag:
+        raise case.error(f"{spelling} {flag} is not line.context {asked}; name one of them only")
+    wanted = asked or flag
+    if wanted is not None and wanted > longest:
+        raise _too_long(case, f"{spelling} {flag}" if asked is None else str(asked), wanted, longest)
+    if wanted is not None:
+        return wanted, asked is not None and flag is None, f"longest request {wanted} as set; the line allows {longest}"
+    if longest < own:
+        return longest, True, f"longest request {longest}: the line allows no more at line.minimum (model: {own})"
+    return own, False, f"longest request {own}, the model's own; the line allows {longest}"
+
+
+def _too_long(case: _Case, shown: str, wanted: int, longest: int) -> ConfigError:
+    minimum, rule = case.config.line.minimum, case.config.line.rule
+    budget = minimum * (wanted if rule == "span" else wanted - minimum)
+    key = "line.context" if case.config.line.context is not None else case.where
+    return case.config.error(key, f"{shown} is more than the line allows, {longest} (line.budget "
+                             f"{case.config.line.budget} at line.minimum {minimum}); set {longest} or less, or "
+                             f"line.budget to {budget} or more")
+
+
+def _rule(rule: str) -> Any:
+    """The adapter's annotation is narrower than text; `config` has checked the word."""
+    return rule
+
+
+def schedule(spec: LineSpec, context: int) -> tuple[ChunkBand, ...]:
+    """The chunk at each prefix up to `context`, equal neighbours joined. A longer prefix never takes a larger chunk."""
+    bands: list[ChunkBand] = []
+    start = 0
+    while start < context:
+        chunk = line.chunk_tokens(spec.budget, start, **spec.keywords())
+        end = bisect_right(range(start, context), -chunk,
+                           key=lambda prefix: -line.chunk_tokens(spec.budget, prefix, **spec.keywords())) + start
+        bands.append(ChunkBand(start, end - 1, chunk))
+        start = end
+    return tuple(bands)
+
+
+def few(bands: Sequence[ChunkBand], most: int = 16) -> tuple[ChunkBand, ...]:
+    """At most `most` of the bands for a person: the first and last, evenly spaced between; gaps show as steps."""
+    if len(bands) <= most:
+        return tuple(bands)
+    picked = sorted({round(index * (len(bands) - 1) / (most - 1)) for index in range(most)})
+    return tuple(bands[index] for index in picked)
