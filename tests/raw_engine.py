@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers import INJECT, kill, session_pids, wait_until
-
-sys.path.insert(0, str(INJECT))
-from tightrank_adapter import wire  # noqa: E402
+from tightrank_adapter import wire
 
 CACHE = Path(os.environ.get("TIGHTRANK_CACHE", Path.home() / ".cache" / "tightrank"))
 READY_SECONDS = 240  # vLLM imports for 20 s on quiet cores, 65 s on busy ones
