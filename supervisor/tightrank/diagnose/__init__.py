@@ -33,8 +33,9 @@ _PREFIXES = re.compile(
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)(?: \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]{1,80}\]|:)\s*)?[\s|]*")
 _EXCEPTION = re.compile(r"(?:(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*Error|\w*Exception): |Value error, |Assertion failed, )")
 _UNITS = {"_gib": 2.0**30, "_mib": 2.0**20, "_gb": 1e9}
-_SECRET = re.compile(r"""(?i)((?:api[_-]?key|[_-]token|secret|password)(?![a-z])['"]?(?:\s*[=:]\s*|\s+)['"]?)[^\s,'")]+""")
-_UNKNOWN_ARGUMENTS = re.compile(r"(?<=error: unrecognized arguments: ).*")
+_NAME = r"(?:api[_-]?key|[_-]token|secret|password)(?![a-z])"
+_SECRET = re.compile(rf"""(?i)(--?[\w-]*{_NAME}\s+|{_NAME}['"]?\s*[=:]\s*['"]?)[^\s,'")]+""")
+_UNKNOWN_ARGUMENTS = re.compile(r"(?<=unrecognized arguments: ).*")
 
 
 @dataclass(frozen=True, slots=True)
