@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,10 @@ def resolve(entries: Mapping[str, Entry], environment: Mapping[str, str], whole:
     """`whole` names the source as a whole, where a required key is missing. Raises ConfigError."""
     resolver = _Resolver(entries, whole)
     top = resolver.section("")
-    top["command"] = top["command"] or COMMANDS[top["engine"]]
-    top["state_directory"] = top["state_directory"] or _state_directory(top["name"], environment)
+    if not top["command"]:
+        top["command"] = resolver.settle("command", COMMANDS[top["engine"]])
+    if top["state_directory"] is None:
+        top["state_directory"] = resolver.settle("state_directory", _state_directory(top["name"], environment))
     config = Config(**top, http=Http(**resolver.section("http")), guard=Guard(**resolver.section("guard")),
                     line=Line(**resolver.section("line")), limits=Limits(**resolver.section("limits")),
                     workers=resolver.workers(), as_written=as_written,
@@ -71,6 +73,11 @@ class _Resolver:
         prefix = section if path is None else path
         return {key.field: self._take(key, f"{prefix}.{_last(key)}" if prefix else key.path) for key in chosen}
 
+    def settle(self, key: str, value: Any) -> Any:
+        """`value` for a key that was left out, shown as what it came out to be."""
+        self.rows = [replace(row, value=_shown(value)) if row.key == key else row for row in self.rows]
+        return value
+
     def workers(self) -> tuple[Worker, ...]:
         paths = [path for path in self._entries if path.startswith("workers[") and path.endswith("]")]
         if not paths:
@@ -84,9 +91,10 @@ class _Resolver:
         try:
             value = _parse(key.kind, entry)
         except ValueError as error:
-            shown = "" if isinstance(entry.value, Mapping) else f"{_shown(entry.value)} "
-            raise ConfigError(f"{entry.place}: {path}: {shown}{error}") from None
-        self.rows.append(Resolved(path, _shown(entry.value), entry.place))
+            written = "" if isinstance(entry.value, Mapping) else f"{_shown(entry.value)} "
+            raise ConfigError(f"{entry.place}: {path}: {written}{error}") from None
+        shown = value if isinstance(key.kind, units.Path) else _shown(entry.value)
+        self.rows.append(Resolved(path, shown, entry.place))
         return value
 
     def _default(self, key: Key, path: str) -> Any:

@@ -12,6 +12,7 @@ from tightrank import engines
 from tightrank.adapter import wire
 from tightrank.config import Config, Worker
 from tightrank.config.flags import FLAGS, OWN_KEYS, has, value
+from tightrank.config.units import format_size
 from tightrank.engines.base import Engine, Wish
 from tightrank.host import HostFacts
 from tightrank.inputs import Inputs
@@ -26,8 +27,17 @@ MASK = "***"
 
 def build(config: Config, host: HostFacts, inputs: Inputs) -> tuple[WorkerSpec, ...]:
     """Raises ConfigError: one line with key, value, range, place and what to do."""
+    _refuse_floor(config, host)
     engine = engines.get(config.engine)
     return tuple(_worker(config, index, engine, host, inputs) for index in range(len(config.workers)))
+
+
+def _refuse_floor(config: Config, host: HostFacts) -> None:
+    limits = [limit for limit in (host.mem_total_bytes, host.cgroup_limit_bytes) if limit is not None]
+    wanted = config.guard.floor_bytes + config.guard.margin_bytes
+    if limits and wanted >= min(limits):
+        raise config.error("guard.floor", f"floor and margin are {format_size(wanted)}, and all the memory there is "
+                           f"(host or cgroup) is {min(limits) / 2**30:.2f} GiB; lower them")
 
 
 def for_generation(spec: WorkerSpec, generation: int, state_directory: Path) -> WorkerSpec:

@@ -6,7 +6,7 @@ able to end, so what cannot is refused by the engine itself, with 400.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,9 +154,8 @@ def schedule(spec: LineSpec, context: int) -> tuple[ChunkBand, ...]:
     return tuple(bands)
 
 
-def few(bands: Sequence[ChunkBand], most: int = 16) -> tuple[ChunkBand, ...]:
-    """At most `most` of the bands for a person: the first and last, evenly spaced between; gaps show as steps."""
-    if len(bands) <= most:
-        return tuple(bands)
-    picked = sorted({round(index * (len(bands) - 1) / (most - 1)) for index in range(most)})
-    return tuple(bands[index] for index in picked)
+def grouped(bands: Sequence[ChunkBand], most: int = 16) -> Iterator[Sequence[ChunkBand]]:
+    """The bands in at most `most` runs of neighbours, for a person."""
+    size = -(-len(bands) // most)
+    for start in range(0, len(bands), size or 1):
+        yield bands[start:start + size]

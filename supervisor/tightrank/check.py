@@ -1,0 +1,128 @@
+"""What a start needs from this host, tested before anything is started. Binds and locks for a moment, leaves nothing."""
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
+
+from tightrank import engines, inputs
+from tightrank.config import Config
+from tightrank.errors import ConfigError
+from tightrank.records import WorkerSpec
+
+
+def refuse(config: Config, specs: Sequence[WorkerSpec], environment: Mapping[str, str]) -> None:
+    """Raises the first problem, a ConfigError: one line with key, value, place and what to do."""
+    for problem in problems(config, specs, environment):
+        raise problem
+
+
+def problems(config: Config, specs: Sequence[WorkerSpec], environment: Mapping[str, str]) -> Iterator[ConfigError]:
+    """All of them, in the order of the configuration."""
+    yield from _state(config)
+    if config.http.token_file is not None:
+        try:
+            inputs.read_secret(config, "http.token_file", config.http.token_file)
+        except ConfigError as error:
+            yield error
+    yield from _program(config, specs[0], environment)
+    yield from _ports(config)
+
+
+def _state(config: Config) -> Iterator[ConfigError]:
+    key, state = "state_directory", Path(config.state_directory)
+    existing = next(path for path in (state, *state.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield config.error(key, f"{state} cannot be made or written ({existing} is "
+                           f"{'not writable' if existing.is_dir() else 'no directory'}); give a directory of your own",
+                           "state-directory-unusable")
+    elif _locked(state / "lock"):
+        yield config.error(key, f"{state} is held by another supervisor; stop it (tightrank stop) or give this "
+                           "deployment a state_directory of its own", "state-directory-in-use")
+
+
+def _locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _program(config: Config, spec: WorkerSpec, environment: Mapping[str, str]) -> Iterator[ConfigError]:
+    path = {**environment, **spec.env}.get("PATH", os.defpath)
+    program = shutil.which(spec.argv[0], path=path)
+    if program is None:
+        where = f"at {spec.argv[0]}" if "/" in spec.argv[0] else f"as {spec.argv[0]} on PATH ({path})"
+        yield config.error("command", f"no program that can be run {where}; install {config.engine}, or set command to "
+                           "the program of its environment", "engine-binary-missing")
+        return
+    engine = engines.get(spec.engine)
+    found = installed_release(spec.argv, engine.distribution, path)
+    for hook in spec.hooks:
+        if found is not None and _numbers(found) < engine.releases[hook]:
+            wanted = ".".join(map(str, engine.releases[hook]))
+            yield config.error("hooks", f"{hook} needs {config.engine} {wanted} or later, found {found}; upgrade it, or "
+                               f"take {hook} out of hooks", "hook-unavailable")
+
+
+def installed_release(argv: Sequence[str], distribution: str, path: str) -> str | None:
+    """The release of the engine in the environment of the program that starts it; None: it cannot be told from here."""
+    names = [word for word in argv if re.fullmatch(r"vllm|sglang|python[0-9.]*", PurePath(word).name)]
+    program = shutil.which(names[0], path=path) if names else None
+    if program is None:
+        return None
+    pattern = f"lib/python3*/site-packages/{distribution}-*.dist-info"
+    found = {match.name.removesuffix(".dist-info").partition("-")[2]
+             for match in Path(program).absolute().parent.parent.glob(pattern)}
+    release = found.pop() if len(found) == 1 else ""
+    return release if release and "dev" not in release else None   # a build from source carries any number
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", release.partition("+")[0])[:3])
+
+
+def _ports(config: Config) -> Iterator[ConfigError]:
+    taken: dict[int, str] = {}
+    wanted = [("http.port", config.http.host, config.http.port)]
+    wanted += [(f"workers[{index}].port", worker.host, worker.port) for index, worker in enumerate(config.workers)]
+    for key, host, port in wanted:
+        if port in taken:
+            yield config.error(key, f"{port} is {taken[port]} too; give each its own port", "port-taken")
+            continue
+        taken[port] = key
+        why = _bind(host, port)
+        if why is not None:
+            yield config.error(key, f"{host}:{port} {why}", "port-taken")
+
+
+def _bind(host: str, port: int) -> str | None:
+    """Why nobody can listen there now, with what to do; None: one can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
+                                                                flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        return f"cannot be resolved ({error.strerror}); give an address of this host"
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            reasons = {errno.EADDRINUSE: "is in use; end what listens there (ss -ltnp) or give another port",
+                       errno.EADDRNOTAVAIL: "is no address of this host; give one that is",
+                       errno.EACCES: "may not be used without privilege; give a port from 1024 on"}
+            return reasons.get(error.errno or 0, f"cannot be listened on ({error.strerror}); give another")
+    return None
