@@ -43,9 +43,27 @@ OWN_KEYS = {"model": "model", "served_model": "served_model", "host": "workers[]
             "api_key": "workers[].api_key_file", "role": "workers[].role"}
 
 
+MASK = "***"
+_SECRETS = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password")
+
+
 def _name(argument: str) -> str:
     name = argument.partition("=")[0]
     return name.replace("_", "-") if name.startswith("--") else name
+
+
+def without_secrets(args: Sequence[str]) -> tuple[str, ...]:
+    """`args` to show."""
+    shown = []
+    hidden = False                  # vLLM takes several keys after one flag
+    for argument in args:
+        hidden = _name(argument) in _SECRETS if argument.startswith("-") else hidden
+        name, equals, _ = argument.partition("=")
+        if argument.startswith("-"):
+            shown.append(f"{name}={MASK}" if hidden and equals else argument)
+        else:
+            shown.append(MASK if hidden else argument)
+    return tuple(shown)
 
 
 def has(args: Sequence[str], *spellings: str) -> bool:

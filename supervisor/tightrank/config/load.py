@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tightrank.config import units
+from tightrank.config.flags import without_secrets
 from tightrank.config.keys import COMMANDS, KEYS, Key
 from tightrank.config.shape import Config, Guard, Http, Limits, Line, Worker
 from tightrank.config.source import Entry, from_arguments, from_environment, from_file
@@ -115,7 +116,7 @@ def _shown(value: str | tuple[str, ...] | Mapping[str, str]) -> str:
     """For a person. Values of environment variables may be secrets: their names are enough."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name}=..." for name in value) or "{}"
-    return value if isinstance(value, str) else "[" + ", ".join(value) + "]"
+    return value if isinstance(value, str) else "[" + ", ".join(without_secrets(value)) + "]"
 
 
 def _parse(kind: units.Kind, entry: Entry) -> Any:

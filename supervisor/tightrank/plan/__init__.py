@@ -11,7 +11,7 @@ from typing import Any
 from tightrank import engines
 from tightrank.adapter import wire
 from tightrank.config import Config, Worker
-from tightrank.config.flags import FLAGS, OWN_KEYS, has, value
+from tightrank.config.flags import FLAGS, MASK, OWN_KEYS, has, value, without_secrets
 from tightrank.config.units import format_size
 from tightrank.engines.base import Engine, Wish
 from tightrank.host import HostFacts
@@ -21,8 +21,6 @@ from tightrank.records import WorkerSpec
 
 PLUGIN = "tightrank"     # the adapter's entry point in both engines' plugin groups
 _SECRET = re.compile(r"(?i)key|token|secret|password|credential")
-_SECRET_FLAG = re.compile(r"--(admin-)?api[-_]key|--hf[-_]token|--ssl[-_]keyfile[-_]password")
-MASK = "***"
 
 
 def build(config: Config, host: HostFacts, inputs: Inputs) -> tuple[WorkerSpec, ...]:
@@ -118,14 +116,8 @@ def _environment(worker: Worker, engine: Engine, inputs: Inputs) -> tuple[dict[s
 
 def masked(spec: WorkerSpec) -> tuple[tuple[str, ...], dict[str, str]]:
     """(argv, env) to show: secrets as ***."""
-    argv = list(spec.argv)
-    for index, argument in enumerate(spec.argv):
-        name, equals, _ = argument.partition("=")
-        if _SECRET_FLAG.fullmatch(name) and equals:
-            argv[index] = f"{name}={MASK}"
-        elif index and _SECRET_FLAG.fullmatch(spec.argv[index - 1]):
-            argv[index] = MASK
-    return tuple(argv), {name: MASK if _SECRET.search(name) else text for name, text in sorted(spec.env.items())}
+    env = {name: MASK if _SECRET.search(name) else text for name, text in sorted(spec.env.items())}
+    return without_secrets(spec.argv), env
 
 
 def to_json(specs: Sequence[WorkerSpec]) -> Mapping[str, Any]:
