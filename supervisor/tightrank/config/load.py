@@ -123,7 +123,8 @@ def _parse(kind: units.Kind, entry: Entry) -> Any:
     value = entry.value
     if isinstance(value, Mapping):
         assert isinstance(kind, units.TableOf)
-        return {kind.names.parse(name): units.Text(r"[^\x00]*", "text").parse(text) for name, text in value.items()}
+        text = units.Text(r"[^\x00]*", "text without a zero byte")
+        return {units.parse_item(kind.names, name): text.parse(value[name]) for name in value}
     if isinstance(value, tuple):
         assert isinstance(kind, units.ListOf)
         return kind.parse_all(value)

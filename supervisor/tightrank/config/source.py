@@ -24,12 +24,12 @@ class Entry:
     base: Path
 
 
-def unknown(place: str, what: str, name: str, known: Iterable[str]) -> ConfigError:
-    """The error for a name that is not known, with the nearest one that is."""
+def unknown(place: str, what: str, name: str, known: Iterable[str], prefix: str = "") -> ConfigError:
+    """The error for a name (after `prefix`) that is not known, with the nearest one that is."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, 1, 0.6)
-    hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(names)}"
-    return ConfigError(f"{place}: unknown {what} '{name}', {hint}")
+    hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known are {', '.join(names)}"
+    return ConfigError(f"{place}: unknown {what} '{prefix}{name}', {hint}")
 
 
 def from_environment(environment: Mapping[str, str], base: Path) -> dict[str, Entry]:
@@ -146,8 +146,7 @@ class _File:
         known |= {*SECTIONS, "workers"} if not section else set()
         for name, value, place in self._marked_pairs(node, section or "the file"):
             if name not in known:
-                prefix = f"{section}." if section else ""
-                raise unknown(place, "key", prefix + name, (prefix + word for word in known))
+                raise unknown(place, "key", name, known, f"{section}." if section else "")
             yield name, value
 
     def _pairs(self, node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node]]:
@@ -157,7 +156,8 @@ class _File:
     def _marked_pairs(self, node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node, str]]:
         """(name, value, place), merge keys (`<<: *anchor`) laid under the mapping's own. A key stands once."""
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{self.where(node)}: {path}: must be a mapping of keys and values")
+            hint = "; to switch the line off write hooks: [ranks]" if path == "line" else ""
+            raise ConfigError(f"{self.where(node)}: {path}: must be a mapping of keys and values{hint}")
         own: dict[str, tuple[yaml.Node, str]] = {}
         merged: dict[str, tuple[yaml.Node, str]] = {}
         for key, value in node.value:

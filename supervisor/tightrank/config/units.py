@@ -157,6 +157,14 @@ class Path:
         return {"type": "string"}
 
 
+def parse_item(kind: Kind, text: str) -> Any:
+    """`text` as one of several. Raises ValueError whose message names it."""
+    try:
+        return kind.parse(text)
+    except ValueError as error:
+        raise ValueError(f"has '{text}', which {error}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class ListOf:
     """A list; outside the file it is written with commas."""
@@ -167,7 +175,7 @@ class ListOf:
         return self.parse_all(text.split(",") if text else [])
 
     def parse_all(self, texts: Sequence[str]) -> tuple[Any, ...]:
-        return tuple(self.kind.parse(text) for text in texts)
+        return tuple(parse_item(self.kind, text) for text in texts)
 
     def schema(self) -> dict[str, Any]:
         return {"type": "array", "items": self.kind.schema()}

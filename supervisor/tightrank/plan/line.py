@@ -88,6 +88,12 @@ def _check_sizes(case: _Case, granule: int, maximum: int) -> None:
     if maximum % granule:
         key = case.where if flag[1] is not None else "line.maximum"
         raise config.error(key, f"{shown} is no multiple of the granule {granule}; use {_near(maximum, granule)}")
+    if config.line.step == "pow2":
+        for key, tokens in (("line.minimum", minimum), ("line.maximum", maximum)):
+            if (tokens // granule).bit_count() != 1:
+                below = granule << (tokens // granule).bit_length() - 1
+                raise config.error(key, f"{tokens} is no power of two times the granule {granule}, as line.step pow2 needs; "
+                                   f"use {below} or {2 * below}")
     if minimum > maximum:
         raise config.error("line.minimum", f"{minimum} is over {shown}; lower line.minimum to {maximum} or less")
 
