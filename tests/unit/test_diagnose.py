@@ -4,7 +4,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from tightrank.diagnose import ExitInfo, common, deciding_line, diagnose, sglang, vllm
 from tightrank.errors import CAUSES
 from tightrank.records import Line

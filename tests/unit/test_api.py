@@ -1,0 +1,344 @@
+"""The HTTP API over a real uvicorn on a real socket: health, errors in one shape, hostile bodies, writes, streams."""
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from helpers import wait_until
+from samples import TOO_SMALL, failed, status, worker
+from tightrank.adapter import wire
+from tightrank.api import (
+    MOST_REQUESTS,
+    ApiSettings,
+    Requests,
+    WorkerRequest,
+    bind,
+    create,
+    is_loopback,
+    requests_queue,
+    serve,
+)
+from tightrank.records import Event, Phase
+from tightrank.report import Board, Journal
+
+WRITE = {"X-Tightrank": "1", "Content-Type": "application/json"}
+
+
+@dataclass
+class Api:
+    board: Board
+    journal: Journal
+    requests: Requests
+    client: httpx2.Client
+    port: int
+
+    def get(self, path: str, **more: Any) -> httpx2.Response:
+        return self.client.get(path, **more)
+
+    def write(self, path: str, headers: dict[str, str] | None = None, content: str | bytes = b"{}") -> httpx2.Response:
+        return self.client.post(path, content=content, headers=WRITE if headers is None else headers)
+
+    def admission(self, body: Any) -> httpx2.Response:
+        content = body if isinstance(body, str | bytes) else json.dumps(body)
+        return self.client.post("/admission", content=content, headers={"Content-Type": "application/json"})
+
+
+def start(tmp_path: Path, settings: ApiSettings) -> Iterator[Api]:
+    board, journal, requests = Board(), Journal(tmp_path / "journal.jsonl"), requests_queue()
+    listening = bind("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    server = serve(create(board, journal, requests, settings), listening)
+    board.publish(status())
+    with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client:
+        yield Api(board, journal, requests, client, port)
+    server.stop()
+    assert not server.alive
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[Api]:
+    yield from start(tmp_path, ApiSettings(public=False, plan={"workers": ["w0"]}))
+
+
+def error(response: httpx2.Response, code: int) -> dict[str, Any]:
+    """The error of a response, which must have OpenAI's shape and name us."""
+    assert response.status_code == code, response.text
+    body = response.json()
+    assert body["source"] == "tightrank" and set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["type"] == ("invalid_request_error" if code < 500 else "server_error")
+    assert "\n" not in body["error"]["message"] and len(body["error"]["message"]) < 400
+    found: dict[str, Any] = body["error"]
+    return found
+
+
+def test_a_ready_deployment(api: Api) -> None:
+    for path in ("/livez", "/readyz", "/health", "/startupz"):
+        assert api.get(path).status_code == 200, path
+    assert api.get("/readyz").json()["workers"]["w0"]["phase"] == "up"
+    assert api.get("/plan").json() == {"workers": ["w0"]}
+    assert api.get("/status").json()["workers"][0]["name"] == "w0"
+    text = api.get("/metrics")
+    assert text.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8" and "tightrank_up 1\n" in text.text
+    assert api.get("/openapi.json").json()["info"]["title"] == "tightrank"
+
+
+def test_a_failed_worker_says_why_and_promises_no_restart(api: Api) -> None:
+    api.board.publish(status(failed()))
+    answer = api.get("/readyz")
+    assert answer.status_code == 503 and "retry-after" not in answer.headers
+    found = answer.json()["workers"]["w0"]
+    assert (found["cause"], found["change"], found["evidence"]) == (TOO_SMALL.cause, TOO_SMALL.change,
+                                                                   list(TOO_SMALL.evidence))
+    assert api.get("/livez").status_code == 200
+    api.board.publish(status(worker(ready=False, phase=Phase.BACKING_OFF, next_start_unix=time.time() + 10)))
+    assert 10 <= int(api.get("/readyz").headers["retry-after"]) <= 20
+
+
+def test_a_stopped_loop_is_neither_alive_nor_ready(api: Api) -> None:
+    api.board.publish(status(updated_monotonic=time.monotonic() - 11))
+    assert api.get("/livez").status_code == 503
+    answer = api.get("/readyz")
+    assert answer.status_code == 503 and not answer.json()["ready"] and "loop" in answer.json()["reason"]
+
+
+def test_before_the_first_tick(tmp_path: Path) -> None:
+    for api in start(tmp_path, ApiSettings(public=False)):
+        api.board._status = None
+        assert error(api.get("/readyz"), 503)["code"] == "not_ready"
+        assert error(api.get("/status"), 503)["code"] == "not_ready"
+        assert error(api.admission({"prompt_tokens": 1}), 503)["code"] == "not_ready"
+        assert api.get("/livez").status_code == 503 and api.get("/metrics").status_code == 200
+
+
+def test_paths_and_methods_that_are_not_there(api: Api) -> None:
+    assert error(api.get("/nothing"), 404)["code"] == "not_found"
+    assert error(api.client.delete("/status"), 405)["code"] == "method_not_allowed"
+    assert error(api.get("/steps", params={"worker": "x"}), 404)["code"] == "worker_not_found"
+    assert error(api.get("/steps"), 400)["param"] == "worker"
+    assert error(api.get("/events", params={"since": "x"}), 400)["param"] == "since"
+    assert error(api.get("/events", params={"limit": "0"}), 400)["param"] == "limit"
+
+
+def test_steps(api: Api) -> None:
+    api.board.add_steps("w0", [wire.Step(1, 10, 1, 0, 1, 256, 4096, 10**6, False, 1.5, None, [[0, 256]])])
+    assert [s["rows"] for s in api.get("/steps", params={"worker": "w0"}).json()["steps"]] == [256]
+    assert api.get("/steps", params={"worker": "w0", "since": 1}).json()["steps"] == []
+
+
+# --- admission ---------------------------------------------------------------------------------------------------------
+
+def test_admission(api: Api) -> None:
+    assert api.admission({"prompt_tokens": 8000, "max_tokens": 100}).json() == {
+        "admit": True, "worker": "w0", "largest_prompt_tokens": 8092}
+    refused = api.admission({"prompt_tokens": 8193})
+    assert error(refused, 400)["code"] == "context_length_exceeded" and refused.json()["largest_prompt_tokens"] == 8191
+    api.board.publish(status(failed()))
+    answer = api.admission({"prompt_tokens": 10})
+    assert error(answer, 503)["code"] == TOO_SMALL.cause and int(answer.headers["retry-after"]) > 0
+    assert error(api.admission({"prompt_tokens": 10, "worker": "x"}), 404)["param"] == "worker"
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({"prompt_tokens": True}, "prompt_tokens"), ({"prompt_tokens": "5"}, "prompt_tokens"),
+    ({"prompt_tokens": 5.0}, "prompt_tokens"), ({"prompt_tokens": -1}, "prompt_tokens"),
+    ({"prompt_tokens": 0}, "prompt_tokens"), ({"prompt_tokens": 10**9 + 1}, "prompt_tokens"),
+    ({"prompt_tokens": 10**400}, "prompt_tokens"), ({"prompt_tokens": None}, "prompt_tokens"),
+    ('{"prompt_tokens": NaN}', "prompt_tokens"), ('{"prompt_tokens": Infinity}', "prompt_tokens"),
+    ('{"prompt_tokens": 1e400}', "prompt_tokens"), ({}, "prompt_tokens"),
+    ({"prompt_tokens": 5, "max_tokens": 0}, "max_tokens"), ({"prompt_tokens": 5, "cached_tokens": 5}, "cached_tokens"),
+    ({"prompt_tokens": 5, "cached_tokens": -1}, "cached_tokens"), ({"prompt_tokens": 5, "tokens": 1}, "tokens"),
+    ({"prompt_tokens": 5, "worker": 3}, "worker"), ({"prompt_tokens": 5, "worker": "w" * 200}, "worker"),
+    ([], "body"), ("", "body"), ("null", "body"), ("{", "body"), (b"\xff\xfe", "body"), ("[" * 30_000, None),
+    ('{"prompt_tokens": ' + "9" * 5000 + "}", None),
+])
+def test_bad_bodies_are_refused_with_the_field_named(api: Api, body: Any, param: str | None) -> None:
+    found = error(api.admission(body), 400)
+    assert found["param"] == param
+    if param not in (None, "body"):
+        assert param in found["message"]
+    assert api.get("/livez").status_code == 200
+
+
+def test_a_value_and_its_range_are_in_the_message(api: Api) -> None:
+    message = error(api.admission({"prompt_tokens": -7}), 400)["message"]
+    assert "prompt_tokens=-7" in message and "greater than or equal to 1" in message
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_large_bodies_are_cut_off(api: Api, chunked: bool) -> None:
+    content: Any = (b"x" * 1024 for _ in range(80)) if chunked else b"x" * 80 * 1024
+    assert error(api.client.post("/admission", content=content), 413)["code"] == "body_refused"
+    assert api.get("/livez").status_code == 200
+
+
+def test_a_wrong_content_length_hangs_nobody(api: Api) -> None:
+    with socket.create_connection(("127.0.0.1", api.port), timeout=30) as raw:
+        raw.sendall(b"POST /admission HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999999\r\n\r\n")
+        assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
+    assert api.get("/livez").status_code == 200
+
+
+# --- writes ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("action", ["drain", "resume", "restart"])
+def test_a_write_becomes_a_request_for_the_tick(api: Api, action: Any) -> None:
+    answer = api.write(f"/workers/w0/{action}")
+    assert answer.status_code == 202 and answer.json()["accepted"] and "w0" in answer.json()["message"]
+    assert api.requests.get_nowait() == WorkerRequest(action, "w0")
+
+
+def test_writes_to_what_is_not_there(api: Api) -> None:
+    assert error(api.write("/workers/x/drain"), 404)["code"] == "worker_not_found"
+    assert error(api.write("/workers/w0/explode"), 404)["code"] == "action_not_found"
+    assert error(api.write("/workers/w0/drain", content=b'{"now": 1}'), 400)["param"] == "now"
+    assert api.requests.empty()
+
+
+@pytest.mark.parametrize("headers", [
+    {"Content-Type": "application/json"}, {"X-Tightrank": "1"}, {"X-Tightrank": "1", "Content-Type": "text/plain"},
+    {**WRITE, "Host": "evil.example"}, {**WRITE, "Host": "127.0.0.1.evil.example:80"}, {**WRITE, "Host": "192.168.0.1"},
+])
+def test_a_web_page_cannot_write_to_loopback(api: Api, headers: dict[str, str]) -> None:
+    assert error(api.write("/workers/w0/drain", headers), 403)["code"] == "write_forbidden"
+    assert api.requests.empty()
+
+
+@pytest.mark.parametrize("host", ["localhost:9470", "LOCALHOST", "127.0.0.2", "[::1]:9470"])
+def test_loopback_names_may_write(api: Api, host: str) -> None:
+    assert api.write("/workers/w0/drain", {**WRITE, "Host": host}).status_code == 202
+
+
+def test_no_cross_origin_permission_is_given(api: Api) -> None:
+    answer = api.client.options("/workers/w0/drain", headers={"Origin": "http://evil.example",
+                                                              "Access-Control-Request-Method": "POST"})
+    assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers
+
+
+def test_too_many_requests_are_told_to_wait(api: Api) -> None:
+    for _ in range(MOST_REQUESTS):
+        assert api.write("/workers/w0/drain").status_code == 202
+    answer = api.write("/workers/w0/drain")
+    assert error(answer, 503)["code"] == "busy" and answer.headers["retry-after"] == "1"
+
+
+def test_a_public_bind_without_a_token_is_read_only(tmp_path: Path) -> None:
+    for api in start(tmp_path, ApiSettings(public=True)):
+        found = error(api.write("/workers/w0/drain"), 403)
+        assert "token_file" in found["message"] and "TIGHTRANK_TOKEN" in found["message"]
+        assert api.get("/status").status_code == 200 and api.admission({"prompt_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_with_a_token_only_its_bearer_writes(tmp_path: Path, public: bool) -> None:
+    for api in start(tmp_path, ApiSettings(public=public, token="t0p-s3cret")):
+        for wrong in ({}, WRITE, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic t0p-s3cret"},
+                      {"Authorization": "Bearer"}, {"Authorization": "Bearer t0p-s3cre\u00e9".encode("latin-1")}):
+            answer = api.write("/workers/w0/drain", wrong)  # type: ignore[arg-type]
+            assert error(answer, 401)["code"] == "invalid_token" and answer.headers["www-authenticate"] == "Bearer"
+            assert "t0p-s3cret" not in answer.text
+        assert api.requests.empty()
+        assert api.write("/workers/w0/drain", {"Authorization": "bearer t0p-s3cret"}, b"").status_code == 202
+        assert api.get("/status").status_code == 200
+
+
+@pytest.mark.parametrize(("host", "loopback"), [
+    ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True), ("localhost", True), ("Localhost.", True),
+    ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("example.org", False), ("localhost.example.org", False),
+    ("", False)])
+def test_loopback(host: str, loopback: bool) -> None:
+    assert is_loopback(host) == loopback
+
+
+# --- events ------------------------------------------------------------------------------------------------------------
+
+def happen(api: Api, *sentences: str) -> None:
+    for sentence in sentences:
+        api.journal.append(Event(1.0, "phase", "w0", 1, sentence))
+
+
+def test_history(api: Api) -> None:
+    happen(api, "a", "b", "c")
+    body = api.get("/events", params={"since": 1, "limit": 1}).json()
+    assert [e["sentence"] for e in body["events"]] == ["b"] and body["last"] == 3
+
+
+def stream(api: Api, headers: dict[str, str] | None = None, query: str = "") -> Any:
+    return api.client.stream("GET", "/events" + query, headers={"Accept": "text/event-stream", **(headers or {})})
+
+
+def read(response: httpx2.Response, count: int) -> list[dict[str, Any]]:
+    """The first `count` events of a stream; each must carry its sequence number as id."""
+    found: list[dict[str, Any]] = []
+    number = ""
+    for row in response.iter_lines():
+        if row.startswith("id: "):
+            number = row[4:]
+        if row.startswith("data: "):
+            found.append(json.loads(row[6:]))
+            assert found[-1]["sequence"] == int(number)
+        if len(found) == count:
+            break
+    return found
+
+
+def test_a_stream_replays_then_follows_and_resumes(api: Api) -> None:
+    happen(api, "a", "b")
+    with stream(api, query="?since=1") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        later = threading.Timer(0.1, happen, (api, "c\nd"))
+        later.start()
+        assert [e["sentence"] for e in read(response, 2)] == ["b", "c\nd"]
+        later.join()
+    happen(api, "e")
+    with stream(api, {"Last-Event-ID": "3"}) as response:
+        assert [e["sentence"] for e in read(response, 1)] == ["e"]
+    wait_until(lambda: not api.journal._listeners, what="the closed streams let go of the journal")
+
+
+def test_an_idle_stream_beats(api: Api) -> None:
+    with stream(api) as response:
+        rows = (row for row in response.iter_lines() if row)
+        assert next(rows) == ": beat"
+        assert next(rows) == ": beat"
+
+
+def test_a_client_that_reads_nothing_is_dropped(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightrank.edge.SEND_SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", api.port)) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\nAccept: text/event-stream\r\n\r\n")
+        wait_until(lambda: api.journal._listeners, what="the stream is open")
+        for number in range(200):
+            happen(api, f"{number} " + "x" * 100_000)
+        wait_until(lambda: not api.journal._listeners, what="the client is dropped")
+    assert api.get("/livez").status_code == 200
+
+
+def test_streams_are_counted_and_bounded(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightrank.edge.STREAMS", 1)
+    with stream(api) as first:
+        assert first.status_code == 200
+        wait_until(lambda: api.journal._listeners)
+        with stream(api) as second:
+            assert second.status_code == 503 and second.headers["retry-after"] == "5"
+
+
+def test_an_open_stream_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    for api in start(tmp_path, ApiSettings(public=False)):
+        raw = socket.create_connection(("127.0.0.1", api.port))
+        raw.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\nAccept: text/event-stream\r\n\r\n")
+        wait_until(lambda api=api: api.journal._listeners, what="the stream is open")
+    raw.close()                                   # `start` has checked that the server has ended
+
+
+def test_a_taken_port_is_an_error_before_anything_starts() -> None:
+    with bind("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
+        bind("127.0.0.1", first.getsockname()[1])
