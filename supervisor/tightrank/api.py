@@ -267,8 +267,6 @@ class Server:
                                 access_log=False, server_header=False, timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([listening],), name="http", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     @property
@@ -298,6 +296,4 @@ def bind(host: str, port: int) -> socket.socket:
 
 def serve(app: FastAPI, listening: socket.socket) -> Server:
     """Starts serving `app` in a thread and returns at once."""
-    server = Server(app, listening)
-    server.start()
-    return server
+    return Server(app, listening)

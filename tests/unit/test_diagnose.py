@@ -244,6 +244,25 @@ def test_the_exception_of_a_request_is_not_the_cause_of_a_kill() -> None:
     assert diagnose("vllm", lines(*texts), ended(-9, starting=False)).cause == "engine-exited"
 
 
+def test_vllm_gives_up_waiting() -> None:
+    found = diagnose("vllm", lines("TimeoutError: Timed out waiting for engine core processes to start. This is often caused "
+                                   "by slow weight loading for large models. Waited 600s (configured by"), ended(1))
+    assert found.cause == "start-stalled" and "VLLM_ENGINE_READY_TIMEOUT_S over 600" in found.change
+
+
+def test_a_model_with_code_of_its_own() -> None:
+    found = diagnose("sglang", lines("ValueError: The repository models/x contains custom code which must be executed to"),
+                     ended(1))
+    assert found.cause == "arguments-invalid" and "--trust-remote-code" in found.change
+
+
+def test_a_watchdog_counts_only_when_it_ends_the_engine() -> None:
+    text = SG + "Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft={})"
+    hung = diagnose("sglang", lines(text.format("False")), ended(-9, starting=False))
+    assert hung.cause == "engine-error" and hung.numbers == {"watchdog_seconds": 300}
+    assert diagnose("sglang", lines(text.format("True")), ended(-9, starting=False)).cause == "engine-exited"
+
+
 def test_nothing_said() -> None:
     found = diagnose("vllm", [], ended(0))
     assert (found.cause, found.evidence, found.confidence) == ("unknown", (), "guess")

@@ -45,6 +45,13 @@ SIGNATURES: tuple[Signature, ...] = (
         "check the model's files (sizes, config.json) and that this release of the engine knows its architecture",
         "safetensors, huggingface_hub, transformers, vLLM registry", decisive=False),
     Signature(
+        "arguments-invalid",
+        r"(?:The repository (?:for )?)?.{1,200} (?:contains custom code which must be executed|requires you to execute "
+        r"the configuration file)",
+        "The model needs code of its own.",
+        "--trust-remote-code, if you trust the model's author: it runs their code",
+        "transformers dynamic_module_utils", decisive=False),
+    Signature(
         "model-unreadable",
         r"(?P<status>40[134]) Client Error.{0,300}",
         "The model hub refused the model ({status}).",

@@ -148,6 +148,18 @@ SIGNATURES: tuple[Signature, ...] = (
         "see what ended it (the guard's record, the kernel's log)",
         "vLLM 0.20.2 - 0.32.0 v1/engine/utils.py", decisive=False, rank=Rank.CONSEQUENCE, confidence="likely"),
     Signature(
+        "start-stalled",
+        r"Timed out waiting for engine core processes to start\..{0,200} Waited (?P<waited_seconds>[\d.]+)s",
+        "vLLM gave up waiting for its engine core after {waited_seconds} s.",
+        "env VLLM_ENGINE_READY_TIMEOUT_S over {waited_seconds}, where loading takes that long",
+        "vLLM 0.32.0 v1/engine/core_client.py", decisive=False),
+    Signature(
+        "arguments-invalid",
+        r"Failed to load the model config\. If the model is a custom model .{0,200}trust_remote_code=True",
+        "The model needs code of its own.",
+        "--trust-remote-code, if you trust the model's author: it runs their code",
+        "vLLM 0.32.0 transformers_utils/config.py", decisive=False),
+    Signature(
         "engine-error",
         r"RPC call to (?P<method>\w+) timed out",
         "A worker did not answer {method} in time.",
