@@ -8,7 +8,7 @@ Available = min(MemAvailable, limit - (current - inactive_file) of our cgroup an
 under the floor on two reads in a row, every descendant but the daemon gets SIGKILL. Then guard.jsonl gets one line:
     unix, monotonic_ns, available_bytes, lowest_available_bytes, floor_bytes, reaction_us (first read under the floor to
     last SIGKILL sent), killed [{pid, start_time, name, rss_bytes}], hog {pid, start_time, name, rss_bytes,
-    growth_bytes, inside} or null: what grew most on this host since the census before last (1-2 s near, 10-20 s far).
+    growth_bytes, inside} or null: what grew most on this host since the last census that is a second old (at most 11).
     With nothing to kill there is one line for each crossing, with killed [] and reaction_us null.
 
 guard.page, 4096 bytes, "<QQ13Q": sequence (odd while written), schema 1, pid, start_time, monotonic_ns of the last
@@ -467,7 +467,7 @@ class Guard:
         self.start_time = next(each.start_time for each in self.everyone if each.pid == self.pid)
         self.known: list[Process] = []
         self.older = self.latest = {each.identity: each.rss_bytes for each in self.everyone}
-        self.census = self.take_census()
+        self.counted, self.census = time.monotonic(), self.take_census()
 
     def run(self) -> int:
         """Until the tree is to end; the exit code. `end` has to follow."""
@@ -577,7 +577,8 @@ class Guard:
         """The stop on stderr and in guard.jsonl, which may fail: the killing is done."""
         inside = {each.identity for each in (*killed, *descendants(self.everyone, self.pid))}
         everyone = {each.identity: each for each in (*self.everyone, *killed)}  # killed: with what they held before
-        found = fastest_growing(everyone.values(), self.older)
+        young = time.monotonic() - self.counted < CENSUS_NEAR_SECONDS  # it may have counted the hog half grown
+        found = fastest_growing(everyone.values(), self.older if young else self.latest)
         hog = found and {**found[0].record(), "growth_bytes": found[1], "inside": found[0].identity in inside}
         say(f"available {available // MIB} MiB is under the floor of {self.floor // MIB} MiB: killed {len(killed)} "
             f"processes in {reaction_us} us; grew most: "
@@ -593,6 +594,8 @@ class Guard:
     def take_census(self) -> Iterator[None]:
         """Who is there and what they hold, a slice at each turn: who to kill first, and who has grown since."""
         while True:
+            while time.monotonic() - self.counted < (CENSUS_NEAR_SECONDS if self.near else CENSUS_FAR_SECONDS):
+                yield
             everyone = []
             for each in walk():
                 everyone.append(each)
@@ -601,9 +604,7 @@ class Guard:
             self.known = descendants(everyone, self.pid)
             self.older, self.latest = self.latest, {each.identity: each.rss_bytes for each in everyone}
             self.killed &= self.latest.keys()
-            taken = time.monotonic()
-            while time.monotonic() - taken < (CENSUS_NEAR_SECONDS if self.near else CENSUS_FAR_SECONDS):
-                yield
+            self.counted = time.monotonic()
 
     def publish(self) -> None:
         sequence, schema, beat_ns = BEAT.unpack_from(self.beat)

@@ -1,0 +1,125 @@
+"""Parts of the guard on their own: cgroups on made-up trees, hostile names, identity before a kill."""
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tightrank import guard
+from tightrank.guard import Cgroup, Process, descendants, fastest_growing, memory_cgroups, parse_stat
+
+GIB = 1 << 30
+V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n"
+V1_MOUNTS = ("32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+             "35 31 0:32 {root} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n")
+
+
+@pytest.mark.parametrize(("membership", "mounts", "found"), [
+    ("0::/a/b\n", V2_MOUNT.format(root="/"),
+     [("/sys/fs/cgroup/a/b", 2), ("/sys/fs/cgroup/a", 2), ("/sys/fs/cgroup", 2)]),
+    ("0::/\n", V2_MOUNT.format(root="/"), [("/sys/fs/cgroup", 2)]),
+    ("0::/docker/x/y\n", V2_MOUNT.format(root="/docker/x"), [("/sys/fs/cgroup/y", 2), ("/sys/fs/cgroup", 2)]),
+    ("0::/../other\n", V2_MOUNT.format(root="/docker/x"), [("/sys/fs/cgroup", 2)]),
+    ("0::/docker/xyz\n", V2_MOUNT.format(root="/docker/x"), [("/sys/fs/cgroup", 2)]),
+    ("5:cpu:/c\n4:memory:/a\n0::/\n", V1_MOUNTS.format(root="/"),
+     [("/sys/fs/cgroup/memory/a", 1), ("/sys/fs/cgroup/memory", 1)]),
+    ("5:hugetlb,memory:/docker/x\n", V1_MOUNTS.format(root="/docker/x"), [("/sys/fs/cgroup/memory", 1)]),
+    ("5:name=memory:/a\n", V1_MOUNTS.format(root="/"), []),
+    ("4:memory:/\n0::/u\n", V1_MOUNTS.format(root="/") + "40 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
+     [("/sys/fs/cgroup/memory", 1), ("/sys/fs/cgroup/unified/u", 2), ("/sys/fs/cgroup/unified", 2)]),
+])
+def test_memory_cgroups(membership: str, mounts: str, found: list[tuple[str, int]]) -> None:
+    assert memory_cgroups(membership, mounts) == found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_room_is_the_limit_less_what_cannot_be_reclaimed(tmp_path: Path, version: int) -> None:
+    limit, usage, key = Cgroup.V1 if version == 1 else Cgroup.V2
+    (tmp_path / limit).write_text(f"{4 * GIB}\n")
+    (tmp_path / usage).write_text(f"{3 * GIB}\n")
+    # inactive_file of v1 is this cgroup's alone, its total_ is what counts; neither may be taken for the other
+    (tmp_path / "memory.stat").write_text(f"anon 1\nx{key.decode()}77\n{key.decode()}{GIB // 2}\nfile 9\n")
+    cgroup = Cgroup(str(tmp_path), version)
+    assert cgroup.read(guard.UNKNOWN) == GIB + GIB // 2
+    assert cgroup.read(GIB) == GIB
+    (tmp_path / usage).write_text(f"{5 * GIB}\n")
+    assert cgroup.read(guard.UNKNOWN) == -GIB // 2
+
+
+@pytest.mark.parametrize(("version", "unlimited"), [(1, "9223372036854771712"), (2, "max")])
+def test_no_limit_is_no_bound_until_there_is_one(tmp_path: Path, version: int, unlimited: str) -> None:
+    limit, usage, key = Cgroup.V1 if version == 1 else Cgroup.V2
+    (tmp_path / limit).write_text(unlimited)
+    (tmp_path / usage).write_text("0")
+    (tmp_path / "memory.stat").write_text(f"{key.decode()}0\n")
+    cgroup = Cgroup(str(tmp_path), version)
+    assert cgroup.read(123) == 123
+    (tmp_path / limit).write_text(str(100 * 4096))
+    assert any(cgroup.read(GIB) == 100 * 4096 for _ in range(102))
+
+
+def test_unreadable_source_is_left_out_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in Cgroup.V2[:2]:
+        (tmp_path / name).write_text("0")
+    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+    available = guard.Available()
+    available._sources.append(Cgroup(str(tmp_path), 2))
+    assert available.read() == 0
+    (tmp_path / "memory.current").write_text("not a number")
+    assert (available.read() or 0) > 0
+    assert (available.read() or 0) > 0
+    assert capfd.readouterr().err.count(str(tmp_path)) == 1
+
+
+def stat(pid: int, name: str, state: str = "S", parent: int = 1, threads: int = 1, start: int = 5) -> bytes:
+    fields = [state, parent, *[0] * 15, threads, 0, start, 0, 3, *[0] * 28]
+    return f"{pid} ({name}) {' '.join(map(str, fields))}\n".encode(errors="surrogateescape")
+
+
+@pytest.mark.parametrize("name", ["foo) Z 1 2", "a (b) c", ") ", "(", "", "new\nline", "\udcff"])
+def test_hostile_names(name: str) -> None:
+    found = parse_stat(stat(7, name, parent=3))
+    assert (found.pid, found.parent, found.start_time, found.alive, found.rss_bytes) == (7, 3, 5, True, 3 * 4096)
+    assert found.name == name.encode(errors="surrogateescape").decode(errors="replace")
+
+
+@pytest.mark.parametrize(("state", "threads", "alive"), [
+    ("S", 1, True), ("D", 9, True), ("T", 1, True), ("Z", 1, False), ("X", 0, False), ("Z", 4, True)])
+def test_alive(state: str, threads: int, alive: bool) -> None:
+    assert parse_stat(stat(1, "x", state, threads=threads)).alive is alive
+
+
+def made(pid: int, parent: int, rss: int = 0, start: int = 5) -> Process:
+    return Process(pid, start, f"p{pid}", parent, True, rss)
+
+
+def test_descendants_whatever_the_order_of_pids() -> None:
+    everyone = [made(2, 90), made(90, 40), made(40, 10), made(41, 1), made(10, 1), made(3, 10)]
+    assert {each.pid for each in descendants(everyone, 10)} == {40, 3, 90, 2}
+
+
+def test_fastest_growing_counts_a_reused_pid_as_new() -> None:
+    before = {(1, 5): 900, (2, 5): 100}
+    assert fastest_growing([made(1, 0, 1000), made(2, 0, 150)], before) == (made(1, 0, 1000), 100)
+    assert fastest_growing([made(1, 0, 1000), made(2, 0, 600, start=6)], before) == (made(2, 0, 600, start=6), 600)
+    assert fastest_growing([made(1, 0, 900), made(2, 0, 50)], before) is None
+
+
+def test_kill_spares_a_process_that_only_has_the_same_pid(spawn: Callable[..., subprocess.Popen[bytes]]) -> None:
+    sleeper = spawn(["sleep", "1005"])
+    real = guard.process(sleeper.pid)
+    assert real is not None
+    assert guard.kill(real._replace(start_time=real.start_time - 1)) is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeper.wait(timeout=0.3)
+    killed = guard.kill(real)
+    assert killed is not None and killed.identity == real.identity
+    assert sleeper.wait(timeout=30) == -9
+    assert guard.kill(real) is None
+
+
+def test_walk_finds_this_process() -> None:
+    mine = next(each for each in guard.walk() if each.pid == os.getpid())
+    assert mine.parent == os.getppid() and mine.alive and mine.rss_bytes > 0
