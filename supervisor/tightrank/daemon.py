@@ -12,14 +12,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 
-from tightrank import act, api, decide, plan, status
+from tightrank import act, api, decide, host, inputs, plan, status
 from tightrank.adapter import wire
 from tightrank.config import Config
 from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
-from tightrank.host import read_host
 from tightrank.logs import Sink
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.guard import GuardReader
@@ -58,9 +56,6 @@ class Generations:
         wire.write_json(str(self._path), self._numbers)
         return self._numbers[worker]
 
-    def current(self) -> Mapping[str, int]:
-        return dict(self._numbers)
-
 
 class Daemon:
     """One deployment, from its first start to its end."""
@@ -82,7 +77,7 @@ class Daemon:
         self.beat = wire.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
         around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next,
                               lambda: int(self.guard.read().get("stops") or 0))
-        self.specs = plan.build(config, read_host(), self.generations.current())
+        self.specs = plan.build(config, host.read(), inputs.read(config, os.environ))
         self.workers = [Worker(spec, around) for spec in self.specs]
         self.requests = api.requests_queue()
         self.stops = 0                       # SIGTERMs so far

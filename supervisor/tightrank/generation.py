@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightrank import diagnose, launch
+from tightrank import diagnose, engines, launch
 from tightrank.adapter import wire
-from tightrank.engines import engine
 from tightrank.logs import RING_LINES
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.ranks import RankReader
@@ -77,7 +76,7 @@ class Generation:
         return found
 
     def _learn(self, line: Line) -> None:
-        step = engine(self.spec.engine).start_step(line.text)
+        step = engines.get(self.spec.engine).start_step(line.text)
         if step is not None and _STEPS.index(step) > _STEPS.index(self.step):
             self.step = step
             self._say("phase", f"starting: {step.value}", {})

@@ -90,7 +90,6 @@ class WorkerSpec:
     start_stall_seconds: float     # a start without any progress for this long has stalled
     api_key: str | None = None     # the engine's own, for our canary
     notes: tuple[str, ...] = ()    # sentences for `tightrank plan`: what we set and why
-    rank_roles: tuple[tuple[str, int], ...] = ()   # how many processes of which role must say hello
     generation: int = 0
     run_directory: str = ""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightrank import act, launch
+from tightrank import act, engines, launch
 from tightrank.adapter import wire
 from tightrank.decide import STEADY_SECONDS
 from tightrank.errors import CAUSES
@@ -41,7 +41,7 @@ _VAGUE = ("rank-died", "engine-exited", "unknown")     # a later line may name w
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a worker needs of the daemon: directories, its environment, the prober, the generations, the guard's count."""
+    """What a worker needs of the daemon."""
     state_directory: Path
     environment: Mapping[str, str]
     prober: Prober
@@ -138,7 +138,7 @@ class Worker:
     # --- what was decided ---------------------------------------------------------------------------------------------
 
     def apply(self, decision: Decision, now: float) -> None:
-        """Carries out one decision; one for another generation is void. A start that fails is a failure, not an error."""
+        """Carries out one decision; one for another generation is void. A start that fails is a failure of the worker."""
         if decision.generation != self.generation:
             return
         self._say("decision", decision.sentence, {"action": decision.kind.value, "reason": decision.reason})
@@ -187,8 +187,9 @@ class Worker:
             self._blame(decision.diagnosis)
         self._restart_wanted = decision.reason == Request.RESTART.value
         self._failed_at_start = self.phase is Phase.STARTING
-        patience = self.run.spec.drain_seconds if on_request else act.EVIDENCE_SECONDS
-        self._ending = act.Ending(self.run.launched.main, self.run.spec.host, self.run.spec.port, now, patience, on_request)
+        spec = self.run.spec
+        patience = spec.drain_seconds if on_request else act.EVIDENCE_SECONDS
+        self._ending = act.Ending(self.run.launched.main, spec.host, spec.port, now, patience, on_request)
         self._ended = False
         self._enter(Phase.STOPPING, now)
 
@@ -233,8 +234,8 @@ class Worker:
 
 def hook_roles(spec: WorkerSpec) -> tuple[tuple[str, str, int], ...]:
     """(hook, role, processes) of every wanted hook: where it must be in force."""
-    counts = dict(spec.rank_roles)
-    return tuple((hook, role, counts.get(role, 1))
+    counts = {expected.role: expected.least for expected in engines.get(spec.engine).processes(spec)}
+    return tuple((hook, role, counts[role])
                  for hook in spec.hooks for role in wire.HOOK_ROLES[spec.engine].get(hook, ()))
 
 

@@ -50,7 +50,7 @@ def bring_up(config: Config) -> NoReturn:
     for directory in (run, state / "logs"):
         directory.mkdir(mode=0o700, exist_ok=True)
     _write(run / "config.json", config.to_json())
-    orders = {"schema": 1, "daemon_argv": [sys.executable, "-m", "tightrank.daemon", str(run / "config.json")],
+    orders = {"schema": 1, "daemon_argv": [sys.executable, "-P", "-m", "tightrank.daemon", str(run / "config.json")],
               "run_directory": str(run), "floor_bytes": config.guard.floor_bytes, "priority": config.guard.priority,
               "lock_descriptor": lock}
     wire.write_json(str(run / "guard.json"), orders)

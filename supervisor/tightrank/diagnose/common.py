@@ -1,7 +1,7 @@
 """Texts of what the engines are built on: argparse, sockets, the model hub, the kernel."""
 from __future__ import annotations
 
-from tightrank.diagnose.signature import Signature
+from tightrank.diagnose.signature import Rank, Signature
 
 SIGNATURES: tuple[Signature, ...] = (
     Signature(
@@ -64,4 +64,10 @@ SIGNATURES: tuple[Signature, ...] = (
         "The kernel's OOM killer ended a process of the worker.",
         "give the host or container more memory, or the engine less; raise guard.floor so that the guard acts first",
         "Linux mm/oom_kill.c", shape="kernel", start_only=False, decisive=False),
+    Signature(
+        "rank-died",
+        r"\[[^\]]{0,200}/gloo/transport/[^\]]{0,100}\] .{0,100}Connection (?:reset|closed) by peer",
+        "A rank lost its connection to another one: the other one ended first.",
+        "see the last lines of the other ranks in the log",
+        "torch gloo", start_only=False, decisive=False, rank=Rank.RAISED, confidence="likely"),
 )

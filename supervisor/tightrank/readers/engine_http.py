@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx2
 
-from tightrank.engines import engine
-from tightrank.engines.base import Call
+from tightrank import engines
+from tightrank.engines.base import Probe
 from tightrank.records import ProbeResult, WorkerSpec
 
 HEALTH_SECONDS = 25.0      # SGLang's own health check waits up to 20 s for a busy scheduler
@@ -38,9 +38,9 @@ class Prober:
 
 def probe(spec: WorkerSpec) -> ProbeResult:
     """Health, then the canary. Never raises; `why` names what refused."""
-    asked = engine(spec.engine)
+    asked = engines.get(spec.engine)
     time.sleep(PAUSE_SECONDS)
-    with httpx2.Client(base_url=f"http://{_connectable(spec.host)}:{spec.port}") as client:
+    with httpx2.Client() as client:
         why = _refusal(client, asked.health(spec), HEALTH_SECONDS)
         if why:
             return ProbeResult(time.monotonic(), False, False, why)
@@ -48,16 +48,10 @@ def probe(spec: WorkerSpec) -> ProbeResult:
         return ProbeResult(time.monotonic(), True, not why, why)
 
 
-def _connectable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
-
-
-def _refusal(client: httpx2.Client, call: Call, seconds: float) -> str:
-    """"" when the engine answered 200."""
+def _refusal(client: httpx2.Client, call: Probe, seconds: float) -> str:
+    """Empty when the engine answered 200."""
     try:
-        response = client.request(call.method, call.path, json=call.body, headers=dict(call.headers), timeout=seconds)
+        response = client.request(call.method, call.url, json=call.body, headers=dict(call.headers), timeout=seconds)
     except httpx2.HTTPError as error:
-        return f"{call.method} {call.path}: {type(error).__name__}: {error}"
-    if response.status_code == 200:
-        return ""
-    return f"{call.method} {call.path}: {response.status_code} {response.text[:200]}"
+        return f"{call.method} {call.url}: {type(error).__name__}: {error}"
+    return "" if response.status_code == 200 else f"{call.method} {call.url}: {response.status_code} {response.text[:200]}"

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ class GuardReader:
             values = dict(zip(_FIELDS, self._page.read(), strict=True))
         except (OSError, ValueError, wire.WireError):
             return {}
-        page = {name: None if value == _UNKNOWN else value for name, value in values.items()}
-        page["age_seconds"] = (wire.time.monotonic_ns() - values["monotonic_ns"]) / 1e9
-        if page["stops"] != self._stops or not self._last:
-            self._stops, self._last = page["stops"], self._last_record() if page["stops"] else {}
+        page: dict[str, Any] = {name: None if value == _UNKNOWN else value for name, value in values.items()}
+        page["age_seconds"] = (time.monotonic_ns() - values["monotonic_ns"]) / 1e9
+        if values["stops"] != self._stops:
+            self._stops, self._last = values["stops"], self._last_record()
         return {**page, "last": self._last}
 
     def _last_record(self) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Free memory of NVIDIA devices that have memory of their own. `pynvml` is imported late; without it: unknown, and why."""
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 
@@ -26,11 +27,13 @@ class NvidiaReader:
     def _load(self) -> bool:
         if self._nvml is None and not self._why:
             try:
-                import pynvml
-                pynvml.nvmlInit()
-                self._nvml = pynvml
+                nvml = importlib.import_module("pynvml")
             except ImportError:
                 self._why = "nvidia-ml-py is not installed (pip install 'tightrank[nvidia]')"
-            except pynvml.NVMLError as error:
+                return False
+            try:
+                nvml.nvmlInit()
+                self._nvml = nvml
+            except nvml.NVMLError as error:
                 self._why = f"NVML: {error}"
         return self._nvml is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ class RankReader:
              available: Callable[[str | None], tuple[int | None, str]]) -> tuple[list[RankReading], list[str]]:
         """(ranks, problems). A hello of another generation, schema or worker is a problem, not a rank."""
         problems = self._take_hellos()
-        now = wire.time.monotonic_ns()
+        now = time.monotonic_ns()
         return [self._rank(known, alive, available, now) for known in self._known.values()], problems
 
     def _take_hellos(self) -> list[str]:

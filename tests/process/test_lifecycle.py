@@ -1,0 +1,205 @@
+"""The whole tree with the fake engine: up, death of each process, the guard's and the daemon's death, drains, failures."""
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from deployment import Deployment, gone
+from helpers import wait_until
+
+Make = Callable[..., Deployment]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Deployment] = []
+
+    def build(**options: object) -> Deployment:
+        deployment = Deployment(tmp_path, **options)  # type: ignore[arg-type]
+        made.append(deployment)
+        return deployment
+
+    yield build
+    for deployment in made:
+        deployment.close()
+
+
+def port_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_comes_up_serves_its_state_and_stops_clean(make: Make, engine: str) -> None:
+    deployment = make(engine=engine).up()
+    worker = deployment.wait_phase("up")
+    assert worker["generation"] == 1 and worker["ready"]
+    assert all(state["state"] == "in-force" for rank in worker["ranks"] for state in rank["hooks"].values())
+    assert deployment.get("/readyz").status_code == 200
+    assert deployment.get("/steps?worker=w0").json()["steps"]
+    tree = deployment.tree()
+    assert deployment.terminate() == 0
+    assert gone(tree)()
+    assert [event["data"]["to"] for event in deployment.events("phase") if "to" in event["data"]] == [
+        "starting", "up", "stopping", "stopped"]
+
+
+@pytest.mark.parametrize(("engine", "role"), [
+    ("vllm", "main"), ("vllm", "engine-core"), ("vllm", "worker"),
+    ("sglang", "main"), ("sglang", "scheduler"), ("sglang", "detokenizer")])
+def test_death_of_each_process_ends_the_generation_and_the_next_comes_up(make: Make, engine: str, role: str) -> None:
+    deployment = make(engine=engine, args=("--orphan",)).up()
+    deployment.wait_phase("up")
+    tree = deployment.tree()
+    os.kill(deployment.pid(role), signal.SIGKILL)
+    wait_until(lambda: deployment.get("/readyz").status_code == 503, 1.0, "503 after the death")
+    wait_until(gone(tree), 10, "an empty tree")
+    worker = deployment.wait_phase("up", generation=2)
+    assert worker["restarts"] == 1
+    assert deployment.events("cause")[0]["data"]["cause"] in ("rank-died", "engine-exited")
+
+
+def test_a_dead_resource_tracker_ends_nothing(make: Make) -> None:
+    deployment = make().up()
+    worker = deployment.wait_phase("up")
+    tracker = next(p["id"]["pid"] for p in worker["processes"] if "resource" in p["name"])
+    os.kill(tracker, signal.SIGKILL)
+    time.sleep(2)
+    assert deployment.worker()["phase"] == "up" and deployment.worker()["generation"] == 1
+
+
+def test_the_daemons_death_ends_the_engines_and_all_comes_back(make: Make) -> None:
+    deployment = make(args=("--orphan",)).up()
+    deployment.wait_phase("up")
+    tree, daemon = deployment.tree(), deployment.status()["guard"]["daemon_pid"]
+    os.kill(daemon, signal.SIGKILL)
+    wait_until(gone([daemon, *tree]), 5, "engines gone after the daemon")
+    deployment.wait_phase("up", generation=2)
+    assert deployment.terminate() == 0
+
+
+def test_the_guards_death_ends_the_engines(make: Make) -> None:
+    deployment = make(args=("--orphan",)).up()
+    deployment.wait_phase("up")
+    tree, daemon = deployment.tree(), deployment.status()["guard"]["daemon_pid"]
+    assert deployment.process is not None
+    deployment.process.kill()
+    wait_until(gone([daemon, *tree]), 5, "engines and daemon gone after the guard")
+
+
+def test_guard_and_daemon_die_together_and_the_next_supervisor_ends_what_is_left(make: Make) -> None:
+    deployment = make(args=("--orphan",)).up()
+    deployment.wait_phase("up")
+    tree, daemon = deployment.tree(), deployment.status()["guard"]["daemon_pid"]
+    os.kill(daemon, signal.SIGSTOP)
+    assert deployment.process is not None
+    deployment.process.kill()
+    os.kill(daemon, signal.SIGKILL)
+    deployment.process.wait(10)
+    deployment.up()
+    deployment.wait_phase("up", generation=2)
+    assert gone(tree)()
+
+
+def test_a_sizing_error_is_final_named_and_served(make: Make) -> None:
+    text = ("ValueError: To serve at least one request with the model's max seq len (32768), (4.00 GiB KV cache is needed, "
+            "which is larger than the available KV cache memory (1.00 GiB). Based on the available memory, the estimated "
+            "maximum model length is 8192. Try increasing `gpu_memory_utilization` or decreasing `max_model_len`.")
+    deployment = make(args=("--die-with-line", text)).up()
+    worker = deployment.wait_phase("failed")
+    answer = deployment.get("/readyz")
+    body = answer.json()["workers"]["w0"]
+    assert answer.status_code == 503 and body["cause"] == "context-exceeds-kv-pool"
+    assert "8192" in body["change"] and "max seq len" in body["evidence"][0]
+    assert worker["restarts"] == 0 and "context-exceeds-kv-pool" in deployment.output
+    time.sleep(1.5)
+    assert deployment.worker()["generation"] == 1
+    assert deployment.get("/livez").status_code == 200
+    assert deployment.post("/admission", {"prompt_tokens": 10}).status_code == 503
+    assert deployment.terminate() == 69
+
+
+def test_what_a_restart_may_fix_is_tried_again_and_then_given_up(make: Make) -> None:
+    deployment = make(args=("--die-with-line", "something went wrong"), settings={"limits": {"restarts": 2}}).up()
+    worker = deployment.wait_phase("failed")
+    assert worker["generation"] == 3 and worker["restarts"] == 2
+    assert [e["data"]["action"] for e in deployment.events("decision")].count("back-off") == 2
+
+
+@pytest.mark.parametrize("argument", [("--no-hello",), ("--hook-failed", "line")])
+def test_an_adapter_that_is_not_in_force_is_a_failure(make: Make, argument: tuple[str, ...]) -> None:
+    deployment = make(args=argument).up()
+    worker = deployment.wait_phase("failed")
+    assert worker["diagnosis"]["cause"] == "adapter-not-in-force"
+    assert "wanted" in worker["diagnosis"]["summary"] and "found" in worker["diagnosis"]["summary"]
+
+
+def test_a_start_without_progress_is_ended(make: Make) -> None:
+    deployment = make(args=("--load-seconds", "600"), settings={"limits": {"start_stall": "2s", "restarts": 0}}).up()
+    assert deployment.wait_phase("failed")["diagnosis"]["cause"] == "start-stalled"
+
+
+def test_an_engine_that_is_healthy_and_mute_never_becomes_ready(make: Make) -> None:
+    deployment = make(args=("--mute",), settings={"limits": {"start_stall": "3s", "restarts": 0}}).up()
+    assert deployment.wait_phase("failed")["diagnosis"]["cause"] in ("start-stalled", "canary-failed")
+
+
+def test_a_drain_that_is_ignored_is_forced_and_not_clean(make: Make) -> None:
+    deployment = make(args=("--ignore-sigterm",), settings={"limits": {"drain": "1s"}}).up()
+    deployment.wait_phase("up")
+    tree = deployment.tree()
+    assert deployment.terminate() == 75
+    assert gone(tree)()
+
+
+def test_a_second_sigterm_ends_now(make: Make) -> None:
+    deployment = make(args=("--ignore-sigterm",), settings={"limits": {"drain": "10m"}}).up()
+    deployment.wait_phase("up")
+    assert deployment.process is not None
+    deployment.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: deployment.worker().get("phase") == "stopping", 5)
+    started = time.monotonic()
+    assert deployment.terminate() == 75
+    assert time.monotonic() - started < 9
+
+
+def test_drain_resume_restart_by_request(make: Make) -> None:
+    deployment = make().up()
+    deployment.wait_phase("up")
+    assert deployment.post("/workers/w0/drain").status_code == 202
+    deployment.wait_phase("draining")
+    assert deployment.get("/readyz").status_code == 503
+    assert deployment.post("/admission", {"prompt_tokens": 10}).status_code == 503
+    assert deployment.run("resume", "w0").returncode == 0
+    deployment.wait_phase("up", generation=1)
+    assert deployment.run("restart", "w0").returncode == 0
+    deployment.wait_phase("up", generation=2)
+    assert deployment.run("status").returncode == 0
+    assert deployment.run("logs", "w0").stdout.count("\n") > 3
+    assert deployment.run("stop").returncode == 0
+    assert deployment.process is not None and deployment.process.wait(20) == 0
+
+
+def test_a_second_supervisor_on_the_same_state_directory_is_refused(make: Make) -> None:
+    deployment = make().up()
+    deployment.wait_phase("starting", "up")
+    second = deployment.run("up", "--set", "http.port=1")
+    assert second.returncode == 78
+    assert "held by another supervisor" in second.stderr and second.stderr.count("\n") == 1
+
+
+def test_the_engines_environment_holds_nothing_of_ours_but_two_names(make: Make) -> None:
+    deployment = make()
+    deployment.env["TIGHTRANK_TOKEN"] = "s3cret"
+    deployment.up().wait_phase("up")
+    environment = Path(f"/proc/{deployment.pid('main')}/environ").read_bytes().split(b"\0")
+    ours = {item.split(b"=")[0] for item in environment if item.startswith(b"TIGHTRANK_")}
+    assert ours == {b"TIGHTRANK_ADAPTER", b"TIGHTRANK_RUN"}
+    assert b"s3cret" not in b"".join(environment)
+    assert "s3cret" not in deployment.output + (deployment.state / "journal.jsonl").read_text()
