@@ -244,6 +244,26 @@ def test_the_exception_of_a_request_is_not_the_cause_of_a_kill() -> None:
     assert diagnose("vllm", lines(*texts), ended(-9, starting=False)).cause == "engine-exited"
 
 
+def test_a_rank_that_lost_its_peer_is_not_the_one_that_failed() -> None:
+    lost = ("RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:3299: Connection "
+            "reset by peer. This is typically caused by the remote")
+    first = SG + "Scheduler hit an exception: Traceback (most recent call last):"
+    assert diagnose("sglang", lines(first, lost), ended(-9, starting=False)).cause == "rank-died"
+    raised = diagnose("sglang", lines(first, "KeyError: 'x'", first, lost), ended(-9, starting=False))
+    assert raised.cause == "engine-error" and raised.summary == "KeyError: 'x'"
+
+
+def test_a_crash_in_native_code_is_quoted() -> None:
+    found = diagnose("sglang", lines(
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
+        "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 196608 vs 16384.",
+        "Fatal Python error: Aborted",
+        SG + "Scheduler hit an exception: Traceback (most recent call last):",
+        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:3299: Connection "
+        "reset by peer."), ended(-9, starting=False))
+    assert found.cause == "engine-error" and "196608 vs 16384" in found.summary
+
+
 def test_vllm_gives_up_waiting() -> None:
     found = diagnose("vllm", lines("TimeoutError: Timed out waiting for engine core processes to start. This is often caused "
                                    "by slow weight loading for large models. Waited 600s (configured by"), ended(1))

@@ -70,4 +70,16 @@ SIGNATURES: tuple[Signature, ...] = (
         "A rank lost its connection to another one: the other one ended first.",
         "see the last lines of the other ranks in the log",
         "torch gloo", start_only=False, decisive=False, rank=Rank.RAISED, confidence="likely"),
+    Signature(
+        "engine-error",
+        r"what\(\): {1,2}(?P<why>.+)",
+        "C++ code of the engine ended its process: {why}",
+        "see the lines around this one in the log",
+        "libstdc++ std::terminate", shape="logged", start_only=False, decisive=False, rank=Rank.RAISED),
+    Signature(
+        "engine-error",
+        r"Fatal Python error: (?P<why>.+)",
+        "A process of the engine crashed: {why}",
+        "see the stacks that follow this line in the log",
+        "CPython faulthandler", shape="logged", start_only=False, decisive=False, rank=Rank.RAISED),
 )
