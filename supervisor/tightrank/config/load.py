@@ -92,7 +92,7 @@ class _Resolver:
         try:
             value = _parse(key.kind, entry)
         except ValueError as error:
-            written = "" if isinstance(entry.value, Mapping) else f"{_shown(entry.value)} "
+            written = "" if isinstance(entry.value, Mapping) else f"{_shown(entry.value) or repr('')} "
             raise ConfigError(f"{entry.place}: {path}: {written}{error}") from None
         shown = value if isinstance(key.kind, units.Path) else _shown(entry.value)
         self.rows.append(Resolved(path, shown, entry.place))
