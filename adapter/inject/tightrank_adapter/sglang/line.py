@@ -122,7 +122,7 @@ def _taken(adder: Any, mixed: bool) -> List[int]:
     taken = adder.__dict__.get("_tightrank_taken")
     if taken is None:
         running = adder.running_batch.reqs if mixed and adder.running_batch is not None else ()
-        taken = adder._tightrank_taken = [len(running), max((req.seqlen for req in running), default=0)]
+        taken = adder._tightrank_taken = [len(running), max((req.seqlen + 1 for req in running), default=0)]
     result: List[int] = taken
     return result
 
