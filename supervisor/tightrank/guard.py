@@ -32,7 +32,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 MIB = 1 << 20
 UNKNOWN = 2**64 - 1
@@ -62,7 +62,7 @@ class Orders(NamedTuple):
 
 
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of guard.json: key -> (test, what is wanted)
-    "schema": (lambda v: v == 1, "1 (guard and configuration of one version)"),
+    "schema": (lambda v: type(v) is int and v == 1, "1 (guard and configuration of one version)"),
     "daemon_argv": (lambda v: isinstance(v, list) and v != [] and all(isinstance(a, str) for a in v), "[str, ...]"),
     "run_directory": (lambda v: isinstance(v, str) and os.path.isdir(v), "a directory that is there"),
     "floor_bytes": (lambda v: type(v) is int and 0 <= v < 2**62, "whole bytes, 0 to 2**62-1"),
@@ -197,6 +197,15 @@ def pick(text: bytes, key: bytes) -> int:
     return int(rest.split(None, 1)[0])
 
 
+def read_file(path: str) -> bytes:
+    """b"" when there is none: a kernel without cgroups."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""
+
+
 class MemAvailable:
     """MemAvailable of the host in bytes."""
 
@@ -249,7 +258,7 @@ def memory_cgroups(membership: str, mounts: str) -> list[tuple[str, int]]:
     for line in mounts.splitlines():
         fields, _, kind = line.partition(" - ")
         root, mount = fields.split()[3:5]
-        filesystem, _, options = kind.split(None, 2)
+        filesystem, *_, options = kind.split()
         version = 2 if filesystem == "cgroup2" else 1 if "memory" in options.split(",") else 0
         if version in paths:
             inside = (paths[version] + "/").startswith(root.rstrip("/") + "/")
@@ -268,9 +277,8 @@ class Available:
             self._sources[0].read(0)
         except (OSError, ValueError) as error:
             raise refuse(f"/proc/meminfo: cannot be read ({error}): no floor can be kept here", SOFTWARE) from None
-        with open("/proc/self/cgroup") as membership, open("/proc/self/mountinfo") as mounts:
-            directories = memory_cgroups(membership.read(), mounts.read())
-        for directory, version in directories:
+        texts = [os.fsdecode(read_file(f"/proc/self/{name}")) for name in ("cgroup", "mountinfo")]
+        for directory, version in memory_cgroups(*texts):
             try:
                 self._sources.append(Cgroup(directory, version))
             except FileNotFoundError:
@@ -397,14 +405,15 @@ class Daemon:
             return
         # Blocked until the child has its own handlers: a byte of it in our pipe would look like a signal to us.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        self.pid = os.fork()
-        if not self.pid:
-            self._become(mask)
+        try:
+            self.pid = os.fork() or self._become(mask)
+            self.starts, self._started = self.starts + 1, time.monotonic()
+        except OSError as error:
+            self._due = time.monotonic() + BACKOFF_MOST_SECONDS
+            say(f"fork: {error}; starting the daemon in {BACKOFF_MOST_SECONDS:g} s")
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.starts += 1
-        self._started = time.monotonic()
 
-    def _become(self, mask: Iterable[int]) -> None:
+    def _become(self, mask: Iterable[int]) -> NoReturn:
         """In the child: nothing of the guard's privileges, signals or terminal goes on to the daemon."""
         try:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGUSR2, 0, 0, 0)
@@ -417,9 +426,10 @@ class Daemon:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             if os.getppid() == self._guard:
                 os.execvp(self._argv[0], self._argv)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             say(f"cannot start {self._argv[0]}: {error}")
-        os._exit(CONFIG)
+        finally:
+            os._exit(CONFIG)  # never back into the guard's own code
 
     def ended(self, status: int) -> int | None:
         """What the guard has to exit with, or None: start it again (after the pause)."""
@@ -532,7 +542,7 @@ class Guard:
         if margin < 0:
             return self.stop()
         self.under = False
-        fall = ((before or 0) - self.bytes) * 1e9 / (self.now_ns - before_ns)  # bytes per second
+        fall = ((before or 0) - self.bytes) * 1e9 / max(1, self.now_ns - before_ns)  # bytes per second
         self.near = margin < NEAR_BYTES or margin < fall * NEAR_SLOPE_SECONDS
         return NEAR_SECONDS if self.near else FAR_SECONDS
 

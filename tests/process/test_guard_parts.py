@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ V1_MOUNTS = ("32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
     ("5:cpu:/c\n4:memory:/a\n0::/\n", V1_MOUNTS.format(root="/"),
      [("/sys/fs/cgroup/memory/a", 1), ("/sys/fs/cgroup/memory", 1)]),
     ("5:hugetlb,memory:/docker/x\n", V1_MOUNTS.format(root="/docker/x"), [("/sys/fs/cgroup/memory", 1)]),
+    ("0::/a\n", "30 23 0:26 / /sys/fs/cgroup rw shared:1 - cgroup2  rw\n", [("/sys/fs/cgroup/a", 2), ("/sys/fs/cgroup", 2)]),
+    ("", "", []),
     ("5:name=memory:/a\n", V1_MOUNTS.format(root="/"), []),
     ("4:memory:/\n0::/u\n", V1_MOUNTS.format(root="/") + "40 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
      [("/sys/fs/cgroup/memory", 1), ("/sys/fs/cgroup/unified/u", 2), ("/sys/fs/cgroup/unified", 2)]),
@@ -71,6 +74,30 @@ def test_unreadable_source_is_left_out_and_said(tmp_path: Path, capfd: pytest.Ca
     assert (available.read() or 0) > 0
     assert (available.read() or 0) > 0
     assert capfd.readouterr().err.count(str(tmp_path)) == 1
+
+
+def test_a_host_without_memavailable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 5 kB\n")
+    real = guard.MemAvailable
+    monkeypatch.setattr(guard, "MemAvailable", lambda: real(str(tmp_path / "meminfo")))
+    with pytest.raises(SystemExit) as refused:
+        guard.Available()
+    assert refused.value.code == 70
+    assert "MemAvailable" in capfd.readouterr().err
+
+
+def test_failed_fork_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> int:
+        raise BlockingIOError(11, "no more processes")
+    monkeypatch.setattr(os, "fork", fail)
+    daemon = guard.Daemon(["true"])
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    daemon.start_when_due()
+    daemon.start_when_due()
+    assert daemon.pid == 0 and daemon.starts == 0
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+    assert capfd.readouterr().err.count("no more processes") == 1
 
 
 def stat(pid: int, name: str, state: str = "S", parent: int = 1, threads: int = 1, start: int = 5) -> bytes:
