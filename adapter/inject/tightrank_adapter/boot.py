@@ -1,16 +1,23 @@
 """Which engine's modules get which hook, and the ways in: sitecustomize and the engines' own plugin doors.
 
-`start` is cheap: it looks at the run directory and leaves the rest to the import of the modules in `HOOKS`.
+`start` is cheap: it looks at the run directory and leaves the rest to the import of the modules in `HOOKS`. Neither this
+file nor imports.py imports `typing`: that alone takes longer than the rest of a start (scripts/bench/adapter).
 """
+from __future__ import annotations
+
 import os
 import stat
 import sys
-from typing import Any, Callable, Dict, Tuple
 
 from . import imports
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
 # engine: (hook, module of the engine, function of ours that gets that module). Rows of a module run in this order.
-HOOKS: Dict[str, Tuple[Tuple[str, str, str], ...]] = {
+HOOKS: dict[str, tuple[tuple[str, str, str], ...]] = {
     "sglang": (
         ("ranks", "sglang.srt.managers.scheduler", "tightrank_adapter.sglang.ranks:scheduler"),
         ("ranks", "sglang.srt.managers.detokenizer_manager", "tightrank_adapter.sglang.ranks:detokenizer"),

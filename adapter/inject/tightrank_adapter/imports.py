@@ -3,18 +3,24 @@
 The module's own loader does the work and stays in its place, so inspect.getsource, pickling by name and __spec__ see
 nothing of us: for one import, `exec_module` is shadowed on the loader's instance.
 """
+from __future__ import annotations
+
 import sys
 from _thread import get_ident
-from typing import Any, Callable, Dict, List, Set, Tuple
 
-_waiting: Dict[str, List[Callable[[Any], None]]] = {}
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_waiting: dict[str, list[Callable[[Any], None]]] = {}
 
 
 class _Finder:
     """Finds what the finders after it find, and shadows the loader of a module that somebody waits for."""
 
     def __init__(self) -> None:
-        self._searching: Set[Tuple[int, str]] = set()
+        self._searching: set[tuple[int, str]] = set()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         key = (get_ident(), name)

@@ -84,7 +84,7 @@ def log_scores(path):
     """Appends a line to `path` for each buffer that the indexer's score kernel returns."""
     import vllm._custom_ops as ops
     kernel = ops.fp8_paged_mqa_logits_cpu
-    log = open(path, "a", buffering=1)
+    log = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the engine runs
 
     def logged(*arguments):
         scores = kernel(*arguments)
