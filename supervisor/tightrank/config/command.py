@@ -30,7 +30,8 @@ def from_command(argv: Sequence[str], environment: Mapping[str, str], settings: 
     host, port = _LISTEN[engine]
     port = found.get("port", port)
     values: dict[str, str | tuple[str, ...]] = {
-        "name": f"run-{port}" if port.isdigit() else "run", "engine": engine, "model": model, "command": tuple(argv), "workers[0]": "",
+        "name": f"run-{port}" if port.isdigit() else "run", "engine": engine, "model": model,
+        "command": tuple(argv), "workers[0]": "",
         "workers[0].name": "worker", "workers[0].host": found.get("host", host), "workers[0].port": port,
         "workers[0].args": tuple(args)}
     values |= {f"workers[0].{name}": found[name] for name in ("tensor_parallel", "pipeline_parallel", "role")
