@@ -154,7 +154,8 @@ def test_what_a_release_lacks_fails_the_hook_by_name(place: Place, old: str, new
     assert place.python(START + "print('on')").stdout == "on\n"
     [hello] = place.hellos()
     assert hello.hooks[hook]["state"] == "failed"
-    assert wanted in hello.hooks[hook]["wanted"] and hello.hooks[hook]["found"]
+    assert wanted in hello.hooks[hook]["wanted"]
+    assert hello.hooks[hook]["found"] in ("no such attribute in sglang 9.9", "chunked prefill is off", "32")
 
 
 def test_an_override_without_the_hook_is_found(place: Place) -> None:

@@ -8,6 +8,7 @@ A fault drill: `"drill": {"where": "<Class.function>", "ranks": [1]}` in the set
 wrapper raise on those ranks (all of them when `ranks` is absent), which shows that the above holds.
 """
 import functools
+import sys
 from typing import Any, Callable, Dict, NamedTuple, Optional
 
 from . import rank, wire
@@ -39,8 +40,14 @@ def require(owner: Any, name: str, release: str = "") -> Any:
     found = getattr(owner, name, _NOTHING)
     if found is _NOTHING:
         path = "%s.%s" % (getattr(owner, "__qualname__", getattr(owner, "__name__", type(owner).__name__)), name)
-        raise Missing(path, "no such attribute in %s" % (release or "this release"))
+        raise Missing(path, "no such attribute in %s" % (release or engine_release()))
     return found
+
+
+def engine_release() -> str:
+    """"sglang 0.5.23": the engine of this process as it names itself."""
+    engine = rank.settings().engine
+    return "%s %s" % (engine, getattr(sys.modules.get(engine), "__version__", "of unknown release"))
 
 
 def report(hook: str, where: str, error: BaseException, replicated: bool = False) -> None:

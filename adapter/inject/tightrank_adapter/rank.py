@@ -163,9 +163,11 @@ def _die_with_parent() -> None:
 
 
 def device_pci_id(index: int) -> Optional[str]:
-    """"0000:65:00.0" of CUDA or ROCm device `index` as this process numbers them; None without one."""
+    """"0000:65:00.0" of CUDA or ROCm device `index` as this process numbers them; None when not known."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(index)
+    if not hasattr(found, "pci_domain_id"):
+        return None
     return "%04x:%02x:%02x.0" % (found.pci_domain_id, found.pci_bus_id, found.pci_device_id)

@@ -28,7 +28,8 @@ class _Line:
 
 
 class _Lowered(NamedTuple):
-    """The engine's number before we lowered it, ours, and the prefix that the decision was made for."""
+    """The line, the engine's number before we lowered it, ours, and the prefix that the decision was made for."""
+    held: _Line
     before: int
     ours: int
     prefix: int
@@ -57,7 +58,7 @@ def install(module: Any) -> None:
     other = fault.require(fault.require(module, "AddReqResult"), "OTHER")
     fault.wrap(adder, "add_chunked_req", HOOK, before=_before_chunk, after=_after_chunk, fallback=_least_chunk,
                replicated=True)
-    fault.wrap(adder, "add_one_req", HOOK, replicated=True, after=_after_request(other),
+    fault.wrap(adder, "add_one_req", HOOK, replicated=True, after=_after_request,
                before=_before_request(other), fallback=_least_request(other))
     scheduler = fault.require(module, "Scheduler")
     fault.wrap(scheduler, "set_internal_state", HOOK, before=_take_budget, after=_set_budget, replicated=True)
@@ -96,12 +97,6 @@ def _sized(scheduler: Any, values: Dict[str, Any]) -> _Line:
     return _Line(values["budget"], keywords, scheduler.is_mixed_chunk, page)
 
 
-def _held() -> _Line:
-    if _line is None:
-        raise RuntimeError("a batch before the scheduler was complete")
-    return _line
-
-
 def _prefix(req: Any) -> int:
     """Tokens of `req` in the KV cache: `prefix_len` from 0.5.22 on, before that the length of `prefix_indices`."""
     held = getattr(req, "prefix_len", None)
@@ -127,36 +122,37 @@ def _taken(adder: Any, mixed: bool) -> List[int]:
     return result
 
 
-def _decide(adder: Any, prefix: int, remaining: int) -> int:
-    held = _held()
+def _steered(adder: Any) -> Optional[_Line]:
+    """The line, where it is in force: not for diffusion models, which have another budget, nor where chunking is off."""
+    ours = adder.rem_chunk_tokens is not None and getattr(adder, "dllm_config", None) is None
+    return _line if ours else None
+
+
+def _decide(held: _Line, adder: Any, prefix: int, remaining: int, limit: int) -> int:
     rows, width = _taken(adder, held.mixed)
-    return line.accepted_chunk_tokens(
-        held.budget, prefix, remaining, rows, width, alone=not adder.can_run_list,
-        limit=adder.rem_chunk_tokens // held.page * held.page, **held.keywords)
+    return line.accepted_chunk_tokens(held.budget, prefix, remaining, rows, width, alone=not adder.can_run_list,
+                                      limit=limit, **held.keywords)
 
 
-def _lower(adder: Any, prefix: int, tokens: int, page: int) -> _Lowered:
-    """A whole prompt is compared by pages, so the end of one needs its last page's room."""
+def _lower(held: _Line, adder: Any, prefix: int, tokens: int) -> _Lowered:
+    """The engine compares and charges by pages, so the end of a prompt needs its last page's room."""
     before = adder.rem_chunk_tokens
-    adder.rem_chunk_tokens = min(before, -(-tokens // page) * page)
-    return _Lowered(before, adder.rem_chunk_tokens, prefix)
-
-
-def _not_ours(adder: Any) -> bool:
-    """Chunking is off, or a diffusion model, which has another budget."""
-    return adder.rem_chunk_tokens is None or getattr(adder, "dllm_config", None) is not None
+    adder.rem_chunk_tokens = min(before, -(-tokens // held.page) * held.page)
+    return _Lowered(held, before, adder.rem_chunk_tokens, prefix)
 
 
 def _before_chunk(adder: Any, req: Any) -> Optional[_Lowered]:
-    if _not_ours(adder):
+    held = _steered(adder)
+    if held is None:
         return None
     prefix = _prefix(req)
-    tokens = _decide(adder, prefix, len(req.full_untruncated_fill_ids) - prefix)
-    return _lower(adder, prefix, tokens, _held().page)
+    remaining = len(req.full_untruncated_fill_ids) - prefix
+    return _lower(held, adder, prefix, _decide(held, adder, prefix, remaining, adder.rem_chunk_tokens))
 
 
 def _least_chunk(adder: Any, req: Any) -> Optional[_Lowered]:
-    return None if _not_ours(adder) else _lower(adder, _prefix(req), _held().least, _held().page)
+    held = _steered(adder)
+    return _lower(held, adder, _prefix(req), held.least) if held is not None else None
 
 
 def _after_chunk(token: Optional[_Lowered], unfinished: Any, adder: Any, req: Any) -> None:
@@ -172,7 +168,7 @@ def _account(token: _Lowered, adder: Any, req: Any, unfinished: bool) -> bool:
     spent = token.ours - adder.rem_chunk_tokens
     admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
     if admitted:
-        taken = _taken(adder, _held().mixed)
+        taken = _taken(adder, token.held.mixed)
         taken[0] += _extend(req)
         taken[1] = max(taken[1], token.prefix + _extend(req))
     adder.rem_chunk_tokens = 0 if unfinished and admitted else token.before - spent
@@ -181,14 +177,15 @@ def _account(token: _Lowered, adder: Any, req: Any, unfinished: bool) -> bool:
 
 def _before_request(other: Any) -> Any:
     def before(adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: Optional[int]) -> Any:
-        if _not_ours(adder):
+        held = _steered(adder)
+        if held is None:
             return None
         prefix = _prefix(req) + req.host_hit_length
         remaining = len(req.full_untruncated_fill_ids) - prefix
-        tokens = _decide(adder, prefix, remaining)
+        tokens = _decide(held, adder, prefix, remaining, adder.rem_chunk_tokens // held.page * held.page)
         if tokens == 0 or (tokens < remaining and (has_chunked_req or adder.new_chunked_req is not None)):
             return fault.Answer(other)
-        return _lower(adder, prefix, tokens, _held().page)
+        return _lower(held, adder, prefix, tokens)
 
     return before
 
@@ -196,23 +193,17 @@ def _before_request(other: Any) -> Any:
 def _least_request(other: Any) -> Any:
     """The answer when `_before_request` fails: at most one request in a batch, with the least chunk."""
     def fallback(adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: Optional[int]) -> Any:
-        if _not_ours(adder):
-            return None
-        return fault.Answer(other) if adder.can_run_list or has_chunked_req else _least_chunk(adder, req)
+        busy = _steered(adder) is not None and (adder.can_run_list or has_chunked_req)
+        return fault.Answer(other) if busy else _least_chunk(adder, req)
 
     return fallback
 
 
-def _after_request(other: Any) -> Any:
-    def after(token: Optional[_Lowered], verdict: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-        if token is None:
-            return None
-        unfinished = adder.new_chunked_req is req
-        if not _account(token, adder, req, unfinished):
-            return None
-        return fault.Answer(other if unfinished else adder.budget_state())
-
-    return after
+def _after_request(token: Optional[_Lowered], verdict: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """The verdict on an admitted request is about the next one, so it is asked again with the right number."""
+    if token is None or not _account(token, adder, req, adder.new_chunked_req is req):
+        return None
+    return fault.Answer(adder.budget_state())
 
 
 def _take_budget(scheduler: Any, request: Any) -> Optional[int]:
@@ -225,6 +216,6 @@ def _take_budget(scheduler: Any, request: Any) -> Optional[int]:
 
 
 def _set_budget(wanted: Optional[int], answer: Any, scheduler: Any, request: Any) -> None:
-    if wanted is not None and answer.updated:
-        _held().budget = wanted
+    if wanted is not None and _line is not None and answer.updated:
+        _line.budget = wanted
         rank.fact("line_budget", wanted)
