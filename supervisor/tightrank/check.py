@@ -30,7 +30,7 @@ def problems(config: Config, specs: Sequence[WorkerSpec], environment: Mapping[s
             inputs.read_secret(config, "http.token_file", config.http.token_file)
         except ConfigError as error:
             yield error
-    yield from _program(config, specs[0], environment)
+    yield from _programs(config, specs, environment)
     yield from _ports(config)
 
 
@@ -60,8 +60,13 @@ def _locked(path: Path) -> bool:
     return False
 
 
-def _program(config: Config, spec: WorkerSpec, environment: Mapping[str, str]) -> Iterator[ConfigError]:
-    path = {**environment, **spec.env}.get("PATH", os.defpath)
+def _programs(config: Config, specs: Sequence[WorkerSpec], environment: Mapping[str, str]) -> Iterator[ConfigError]:
+    paths = {{**environment, **spec.env}.get("PATH", os.defpath): spec for spec in specs}    # one program for all of them
+    for path, spec in paths.items():
+        yield from _program(config, spec, path)
+
+
+def _program(config: Config, spec: WorkerSpec, path: str) -> Iterator[ConfigError]:
     program = shutil.which(spec.argv[0], path=path)
     if program is None:
         where = f"at {spec.argv[0]}" if "/" in spec.argv[0] else f"as {spec.argv[0]} on PATH ({path})"

@@ -92,6 +92,9 @@ def test_the_smallest_file(read: Read, tmp_path: Path) -> None:
     (GOOD + "hooks: [line, line]\n", "tightrank.yaml:5: hooks: line, line: name each hook once"),
     (GOOD + "name: !!python/object/apply:os.system ['true']\n",
      "tightrank.yaml:5: name: must be a single value, not a list or a mapping"),
+    (GOOD + "guard: &a {<<: *a}\n",
+     "tightrank.yaml:1: not valid YAML: nested without end; take the anchor out of itself"),
+    ("[" * 5000, "tightrank.yaml:1: not valid YAML: nested without end; take the anchor out of itself"),
     (GOOD + "name: !secret x\n", "tightrank.yaml:5: name: the tag !secret is not used here; leave it out"),
     (GOOD.replace("9001", "9001, devices: [0, 1, 2], tensor_parallel: 2"), "tightrank.yaml:4: workers[0].devices: 3 devices "
      "for 2 ranks (tensor_parallel 2 x pipeline_parallel 1); name 2"),

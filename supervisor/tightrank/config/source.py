@@ -60,7 +60,10 @@ def from_arguments(settings: Sequence[str], base: Path) -> dict[str, Entry]:
 
 def from_file(path: Path) -> dict[str, Entry]:
     """Keys of the file; those of the n-th worker are `workers[n].<key>`. Raises ConfigError with file:line."""
-    return dict(_File(str(path), path.resolve().parent).entries(_compose(path)))
+    try:
+        return dict(_File(str(path), path.resolve().parent).entries(_compose(path)))
+    except RecursionError:
+        raise ConfigError(f"{path}:1: not valid YAML: nested without end; take the anchor out of itself") from None
 
 
 def _compose(path: Path) -> yaml.Node | None:

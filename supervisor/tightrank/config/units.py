@@ -141,8 +141,8 @@ class Text:
         return text
 
     def schema(self) -> dict[str, Any]:
-        return {"type": ["string", "number", "boolean"]} if self.pattern == Text().pattern else \
-            {"type": ["string", "integer"], "pattern": f"^{self.pattern}$"}
+        # a reader of YAML may take a number or a boolean for what is text here; the pattern binds strings only
+        return {"type": ["string", "number", "boolean"], "pattern": f"^{self.pattern}$"}
 
 
 @dataclass(frozen=True, slots=True)
