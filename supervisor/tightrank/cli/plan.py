@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from tightrank import host, inputs, plan
+from tightrank.adapter import INJECT
 from tightrank.cli.common import add_command_line, add_config_options, bold, load_config, table
 from tightrank.plan.line import grouped
 from tightrank.records import WorkerSpec
@@ -42,6 +43,7 @@ def _worker(spec: WorkerSpec, colour: bool) -> Iterator[str]:
                                                                     for name, text in env.items())),
             ("ranks", f"{spec.tensor_parallel * spec.pipeline_parallel} (tensor_parallel {spec.tensor_parallel} x "
                       f"pipeline_parallel {spec.pipeline_parallel}), devices {', '.join(spec.devices) or 'as seen'}"),
+            ("adapter", f"{INJECT} in front of PYTHONPATH; TIGHTRANK_ADAPTER and TIGHTRANK_RUN new at each start"),
             ("hooks", ", ".join(spec.hooks) or "none"), *_line(spec),
             ("drain", f"{spec.drain_seconds:g} s"), *(("note", note) for note in spec.notes)]
     yield from ("  " + line for line in table(rows).splitlines())
