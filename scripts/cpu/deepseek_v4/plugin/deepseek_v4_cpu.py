@@ -4,6 +4,8 @@ Everything that is scored, selected or attended is the engine's own C++; what is
 
 - torch forms of five Triton kernels that compute positions and slots and have no CPU form in vLLM 0.32.0;
 - two keys that the CPU's sliding-window metadata lacks there;
+- the CPU's map from positions to slots works through 128 rows at a time: in one go its int64 temporaries (24 KiB a row)
+  are larger than the score buffer below 26,000 tokens and would hide it from the step's peak (GPUs have none of them);
 - dummy weights that differ from each other (vLLM's own round to about 0 in fp8, and every token gets the same logit);
 - with DEEPSEEK_V4_SCORES=FILE, one line of JSON for each score buffer of the indexer: {"rows", "keys", "bytes"}.
 """
@@ -57,6 +59,21 @@ def request_of_token(starts, out, requests, mapped, tokens, **launch):
     out[:tokens] = torch.where(token < mapped, request, 0).to(out.dtype)
 
 
+def in_blocks(function, rows=128):
+    """`function(positions, ...)` applied to `rows` rows at a time; the same result."""
+    import torch
+
+    def mapped(positions, requests, *rest):
+        parts = zip(positions.split(rows), requests.split(rows), strict=True)
+        out = torch.empty(positions.shape, dtype=torch.int64)
+        start = 0
+        for part, owners in parts:
+            out[start:start + len(part)] = function(part, owners, *rest)
+            start += len(part)
+        return out
+    return mapped
+
+
 def not_read(*arguments, **launch):
     """Two kernels fill arrays for CUDA's attention only; the CPU's does not read them."""
 
@@ -98,6 +115,7 @@ def log_scores(path):
 def prepare_worker():
     """Runs in a worker after vLLM registered its own CPU forms and before it builds the model."""
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+    from vllm.models.deepseek_v4.cpu import cpu_compressor, cpu_sparse
     from vllm.models.deepseek_v4.cpu.cpu_mla import DeepseekV4CPUSparseSWAMetadataBuilder as Builder
     from vllm.triton_utils import HAS_TRITON
     from vllm.triton_utils.dispatcher import register_kernels
@@ -111,6 +129,8 @@ def prepare_worker():
         })
     original = Builder.build_tile_scheduler
     Builder.build_tile_scheduler = lambda self, tokens: collections.defaultdict(lambda: None, original(self, tokens))
+    for module in (cpu_compressor, cpu_sparse):
+        module.map_local_to_global_slots_cpu = in_blocks(module.map_local_to_global_slots_cpu)
     DummyModelLoader.load_weights = lambda self, model, config: fill(model)
     if os.environ.get(SCORES):
         log_scores(os.environ[SCORES])
