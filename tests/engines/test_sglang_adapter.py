@@ -33,12 +33,12 @@ def start(dense_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Starts a SGLang; the one before it is stopped first, so that one at a time holds memory."""
     running: list[RawEngine] = []
 
-    def begin(*flags: str, adapter: bool = True, drill: dict[str, Any] | None = None, isolated: bool = False,
+    def begin(*flags: str, drill: dict[str, Any] | None = None, isolated: bool = False,
               env: dict[str, str] | None = None) -> RawEngine:
         while running:
             running.pop().stop()
         values = {"budget": BUDGET, **KEYWORDS, **({"drill": drill} if drill else {})}
-        settings = wire.Settings("w", 1, "sglang", ("ranks", "line"), values) if adapter else None
+        settings = wire.Settings("w", 1, "sglang", ("ranks", "line"), values)
         port = free_ports(1)[0]
         program = ["-I", "-c", ISOLATED, STUBS] if isolated else ["-m", "sglang.launch_server"]
         argv = [interpreter("sglang"), *program, "--model-path", dense_model, "--port", str(port), *FLAGS, *flags]
@@ -105,10 +105,12 @@ def assert_under_the_line(steps: list[wire.Step]) -> None:
 
 @pytest.fixture(scope="module")
 def expected(start: Start) -> list[list[int]]:
-    """The greedy output of prompts of LENGTHS from an engine without the adapter."""
-    engine = start(adapter=False)
-    assert not engine.hellos()
-    return [generate(engine, prompt(length, salt)) for salt, length in enumerate(LENGTHS)]
+    """The greedy output of prompts of LENGTHS from the engine alone: started so that sitecustomize and plugins are
+    skipped, which leaves no hello and no record."""
+    engine = start(isolated=True)
+    outputs = [generate(engine, prompt(length, salt)) for salt, length in enumerate(LENGTHS)]
+    assert not engine.hellos() and not engine.records
+    return outputs
 
 
 @pytest.fixture(scope="module")
@@ -237,9 +239,3 @@ def test_a_raising_function_leaves_the_tokens_and_the_least_chunk(start: Start, 
     assert scheduler.facts["fault_count"] == 3, "after three faults the hook answers its fallback only"
     assert all(fault["replicated"] and "drill" in fault["error"] for fault in scheduler.facts["faults"])
     assert {fault.where for fault in engine.faults()} == {"PrefillAdder.add_chunked_req"}
-
-
-def test_a_start_without_site_says_no_hello(start: Start) -> None:
-    engine = start(isolated=True)
-    generate(engine, prompt(100, 480))
-    assert not engine.hellos() and not engine.steps()

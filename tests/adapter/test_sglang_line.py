@@ -1,0 +1,160 @@
+"""The hook `line` around a PrefillAdder with SGLang's admission arithmetic: what a scheduler makes of it, pass by pass."""
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import INJECT
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(INJECT))
+from tightrank_adapter import fault, rank
+from tightrank_adapter import line as arithmetic
+from tightrank_adapter.sglang import line
+
+CONTINUE, OTHER = "continue", "other"
+
+
+class Request(SimpleNamespace):
+    """`tokens` long, of which `prefix_len` lie in the device's cache and `host_hit_length` more in the host's."""
+
+    def __init__(self, tokens: int, prefix: int = 0, host: int = 0) -> None:
+        super().__init__(full_untruncated_fill_ids=range(tokens), prefix_len=prefix, host_hit_length=host, extend_end=0)
+
+    @property
+    def extend_len(self) -> int:
+        return int(self.extend_end - self.prefix_len)
+
+
+class Adder:
+    """The arithmetic of PrefillAdder in 0.5.23, memory aside: chunk limit, pages, one unfinished prompt."""
+
+    def __init__(self, page: int, limit: int, running: list[Any]) -> None:
+        self.page, self.rem_chunk_tokens, self.dllm_config = page, limit - len(running), None
+        self.running_batch, self.can_run_list, self.new_chunked_req = SimpleNamespace(reqs=running), [], None
+
+    def _commit(self, req: Request, new: int) -> None:
+        req.extend_end = req.prefix_len + new
+        self.can_run_list.append(req)
+        self.rem_chunk_tokens -= -(-new // self.page) * self.page
+
+    def add_chunked_req(self, req: Request) -> Request | None:
+        remaining = len(req.full_untruncated_fill_ids) - req.prefix_len
+        truncated = remaining > self.rem_chunk_tokens
+        self._commit(req, min(remaining, self.rem_chunk_tokens))
+        return req if truncated else None
+
+    def add_one_req(self, req: Request, has_chunked_req: bool, truncation_align_size: int | None) -> str:
+        prefix = req.prefix_len + req.host_hit_length
+        new = len(req.full_untruncated_fill_ids) - prefix
+        unfinished = -(-new // self.page) * self.page > self.rem_chunk_tokens
+        if unfinished:
+            new = (prefix + self.rem_chunk_tokens // self.page * self.page) // self.page * self.page - prefix
+            if new <= 0:
+                return OTHER
+            assert not has_chunked_req and self.new_chunked_req is None, "a second unfinished prompt"
+            self.new_chunked_req = req
+        req.prefix_len, req.host_hit_length = prefix, 0
+        self._commit(req, new)
+        return self.budget_state()
+
+    def budget_state(self) -> str:
+        return OTHER if self.rem_chunk_tokens <= 0 else CONTINUE
+
+
+class Engine:
+    """SGLang's loop over the waiting queue, with the hooked adder of a fresh class."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held: Any, page: int = 1, size: int = 1024) -> None:
+        monkeypatch.setattr(rank, "_settings", SimpleNamespace(line={}, hooks=("line",), generation=1, engine="sglang"))
+        monkeypatch.setattr(line, "_line", held)
+        monkeypatch.setattr(fault, "_counts", {})
+        self.adder = type("PrefillAdder", (Adder,), {})
+        scheduler = type("Scheduler", (), {"set_internal_state": lambda self, request: SimpleNamespace(
+            updated=not request.server_args)})
+        line.install(SimpleNamespace(PrefillAdder=self.adder, Scheduler=scheduler,
+                                     AddReqResult=SimpleNamespace(OTHER=OTHER)))
+        self.page, self.size, self.scheduler = page, size, scheduler
+        self.unfinished: Request | None = None
+
+    def step(self, waiting: list[Request], running: list[Any] | None = None) -> list[list[int]]:
+        """[prefix, new] of the next batch; what was admitted leaves `waiting`."""
+        adder = self.adder(self.page, self.size, running or [])
+        if self.unfinished is not None:
+            self.unfinished.prefix_len = self.unfinished.extend_end
+            self.unfinished = adder.add_chunked_req(self.unfinished)
+        for req in list(waiting):
+            if adder.budget_state() == OTHER:
+                break
+            if adder.add_one_req(req, self.unfinished is not None, None) != CONTINUE:
+                break
+        waiting[:] = [req for req in waiting if req not in adder.can_run_list]
+        if adder.new_chunked_req is not None:
+            assert self.unfinished is None
+            self.unfinished = adder.new_chunked_req
+        assert adder.rem_chunk_tokens <= self.size
+        return [[req.prefix_len, req.extend_len] for req in adder.can_run_list]
+
+
+def held(budget: int, page: int = 1, mixed: bool = False) -> Any:
+    granule = max(64, page)
+    return line._Line(budget, {"minimum": 64, "maximum": 1024, "granule": granule, "rule": "span", "step": "granule"},
+                      mixed, page)
+
+
+def test_a_first_chunk_counts_what_the_host_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, held(1_500_000))
+    keywords = {"minimum": 64, "maximum": 1024, "granule": 64}
+    assert engine.step([Request(20_000, 2_000, 6_000)]) == [[8_000, arithmetic.chunk_tokens(1_500_000, 8_000, **keywords)]]
+
+
+def test_a_request_that_would_widen_the_batch_over_the_line_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, held(1_500_000))
+    waiting = [Request(300), Request(8_300, 8_000), Request(10)]
+    assert engine.step(waiting) == [[0, 300]]
+    assert engine.step(waiting) == [[8_000, 128]], "the schedule at 8000; it is alone in this batch"
+    assert engine.step(waiting)[0] == [8_128, 128]
+
+
+def test_nothing_is_steered_without_the_line_or_without_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Engine(monkeypatch, None).step([Request(9_000, 8_000)]) == [[8_000, 1_000]]
+    adder = Engine(monkeypatch, held(64)).adder(1, 0, [])
+    adder.rem_chunk_tokens = None
+    assert line._before_chunk(adder, Request(5)) is None
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(budget=st.integers(64 * 64, 10**7), page=st.sampled_from((1, 16, 64)), mixed=st.booleans(), faulty=st.booleans(),
+       lengths=st.lists(st.tuples(st.integers(1, 6_000), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=8))
+def test_every_prompt_ends_and_every_batch_is_under_the_line_or_one_request_with_the_least(
+        monkeypatch: pytest.MonkeyPatch, budget: int, page: int, mixed: bool, faulty: bool,
+        lengths: list[tuple[int, int, int]]) -> None:
+    rules = held(budget, page, mixed)
+    engine = Engine(monkeypatch, rules, page)
+    if faulty:
+        monkeypatch.setattr(line, "_decide", lambda *args: 1 // 0)
+    waiting = [Request(64 * (device + host) + new, 64 * device, 64 * host) for new, device, host in lengths]
+    left = sum(new for new, _, _ in lengths)
+    running = [SimpleNamespace(seqlen=500), SimpleNamespace(seqlen=2_000)]
+    while left:
+        chunks = engine.step(waiting, running)
+        assert chunks, "a pass without progress"
+        left -= sum(new for _, new in chunks)
+        extra = [[request.seqlen, 1] for request in running] if mixed else []
+        under = not line.is_over(chunks + extra)
+        assert (under and not faulty) or (len(chunks) == 1 and chunks[0][1] <= rules.least)
+    assert not waiting and engine.unfinished is None
+
+
+def test_a_budget_is_taken_out_of_a_control_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = held(1_000)
+    engine = Engine(monkeypatch, rules)
+    scheduler = engine.scheduler()
+    for value, updated, budget in ((5_000, True, 5_000), (0, False, 5_000), (True, False, 5_000), (7e3, False, 5_000)):
+        answer = scheduler.set_internal_state(SimpleNamespace(server_args={line.BUDGET_KEY: value}))
+        assert (answer.updated, rules.budget) == (updated, budget)
+    assert not scheduler.set_internal_state(SimpleNamespace(server_args={line.BUDGET_KEY: 9, "other": 1})).updated
+    assert rules.budget == 5_000
