@@ -6,7 +6,8 @@
 dense        a Llama of 2 layers for vLLM and SGLang (1.4 million weights in bf16). Head dimension 64: vLLM's CPU
              attention refuses 16. 4 heads and 2 key heads: tensor parallel 2 works.
 deepseek-v4  configuration and tokenizer only, for vLLM's `--load-format dummy`. The dimensions that the indexer's
-             kernel fixes are the real ones (index_topk 512, index_head_dim 128, head_dim 512); the rest is small.
+             kernel fixes are the real ones (index_topk 512, index_head_dim 128, head_dim 512); the rest is small, and
+             one layer of two has an indexer: its work grows with the square of the prompt.
 
 Tokens: 0-255 are the bytes, 256-258 <s> </s> <pad>; dense has 253 two-byte tokens after them.
 """
@@ -33,7 +34,7 @@ DEEPSEEK_V4 = {
     "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258,
     "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 512,
     "qk_rope_head_dim": 64, "q_lora_rank": 128, "o_lora_rank": 128, "o_groups": 1,
-    "index_head_dim": 128, "index_n_heads": 2, "index_topk": 512, "compress_ratios": [4, 4],
+    "index_head_dim": 128, "index_n_heads": 1, "index_topk": 512, "compress_ratios": [0, 4],
     "compress_rope_theta": 160000.0, "rope_theta": 10000.0,
     "rope_scaling": {"rope_type": "yarn", "type": "yarn", "factor": 16, "original_max_position_embeddings": 65536,
                      "beta_fast": 32, "beta_slow": 1},

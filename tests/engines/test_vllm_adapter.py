@@ -125,6 +125,8 @@ def test_every_process_says_hello_with_its_hooks_in_force(steered: RawEngine) ->
     assert core.facts["granule_tokens"] == 128
     assert core.facts["maximum_tokens"] == MAXIMUM
     assert core.facts["context_tokens"] == CONTEXT
+    assert core.facts["kv_tokens"] > CONTEXT
+    assert core.facts["line_budget"] == BUDGET
 
 
 def test_chunks_of_one_prompt_are_the_schedule_at_every_prefix(steered: RawEngine) -> None:
@@ -171,6 +173,7 @@ def test_a_budget_cut_in_the_middle_of_a_prompt_takes_effect_and_the_prompt_ends
         wait_until(lambda: len(steered.steps()) > before, 60, "the first chunk")
         steered.control.publish(BUDGET // 10)
         asking.join(120)
+        assert steered.hello("engine-core").facts["line_budget"] == BUDGET // 10
     finally:
         steered.control.publish(BUDGET)
     assert [len(answer) for answer in answers] == [OUTPUT_TOKENS]

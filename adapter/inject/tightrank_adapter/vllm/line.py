@@ -36,12 +36,16 @@ class Steering:
         if self._page is None:
             return
         try:
-            self.budget = self._page.budget()
+            budget = self._page.budget()
             self._unreadable = False
         except wire.WireError as error:  # the last good value stays; told once, not in every step
             if not self._unreadable:
                 self._unreadable = True
                 fault.report(HOOK, wire.CONTROL, error)
+            return
+        if budget != self.budget:
+            self.budget = budget
+            rank.fact("line_budget", budget)
 
     def grant(self, request: Any, prefix: int, offered: int) -> int:
         """The answer when `decide` fails: the minimum, never what the engine offers."""
