@@ -119,6 +119,23 @@ def test_a_request_that_would_widen_the_batch_over_the_line_waits(monkeypatch: p
     assert engine.step(waiting)[0] == [8_128, 128]
 
 
+def test_short_prompts_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, held(1_500_000, 16), page=16)
+    assert engine.step([Request(490), Request(64), Request(100)]) == [[0, 490], [0, 64], [0, 100]]
+
+
+def test_running_requests_that_join_a_mixed_batch_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, held(129 * 30_001, mixed=True))
+    assert engine.step([Request(5_000)], [SimpleNamespace(seqlen=30_000)]) == [[0, 128]]
+    engine = Engine(monkeypatch, held(129 * 30_001 - 1, mixed=True))
+    assert engine.step([Request(5_000)], [SimpleNamespace(seqlen=30_000)]) == [[0, 64]]
+
+
+def test_a_prompt_whose_last_page_has_no_room_is_cut_at_the_granule(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, held(1_500_000, 16, mixed=True), page=16)
+    assert engine.step([Request(1_020)], [SimpleNamespace(seqlen=10)]) == [[0, 960]]
+
+
 def test_nothing_is_steered_without_the_line_or_without_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Engine(monkeypatch, None).step([Request(9_000, 8_000)]) == [[8_000, 1_000]]
     adder = Engine(monkeypatch, held(64)).adder(1, 0, [])
