@@ -131,9 +131,10 @@ def test_running_requests_that_join_a_mixed_batch_count(monkeypatch: pytest.Monk
     assert engine.step([Request(5_000)], [SimpleNamespace(seqlen=30_000)]) == [[0, 64]]
 
 
-def test_a_prompt_whose_last_page_has_no_room_is_cut_at_the_granule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_whose_last_page_has_no_room_waits_rather_than_leave_a_sliver(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, held(1_500_000, 16, mixed=True), page=16)
-    assert engine.step([Request(1_020)], [SimpleNamespace(seqlen=10)]) == [[0, 960]]
+    running = [SimpleNamespace(seqlen=10)] * 12
+    assert engine.step([Request(990), Request(20)], running) == [[0, 990]], "20 tokens are left, and one page of 16"
 
 
 def test_nothing_is_steered_without_the_line_or_without_chunking(monkeypatch: pytest.MonkeyPatch) -> None:
