@@ -342,8 +342,15 @@ def waiting_hog(directory: Path, name: str, size: int) -> tuple[list[str], Path]
 
 
 def begin(fifo: Path) -> None:
-    with fifo.open("w") as file:
-        file.write("\n")
+    """Lets the hog go; fails where a hog that is gone would make a plain open wait for ever."""
+    def opened() -> int | None:
+        try:
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return None
+    descriptor = wait_until(opened, what="the hog reads its fifo")
+    os.write(descriptor, b"\n")
+    os.close(descriptor)
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["daemon-runs", "daemon-sigstopped"])
