@@ -94,10 +94,11 @@ def accepted_chunk_tokens(budget: int, prefix: int, remaining: int, rows: int, w
     0 leaves it out of the step, where others are; `alone` (no other prompt in the batch) gets at least `minimum`, over
     the line or not, or it would wait for ever. The end of a prompt is what it is; no other chunk is under `minimum`.
     """
-    tokens = min(batch_chunk_tokens(budget, prefix, rows, width, minimum=minimum, maximum=maximum, granule=granule,
-                                    rule=rule, step=step), limit // granule * granule)
-    if remaining <= tokens:
+    fitting = batch_chunk_tokens(budget, prefix, rows, width, minimum=minimum, maximum=maximum, granule=granule,
+                                 rule=rule, step=step)
+    if remaining <= min(fitting, limit):
         return remaining
+    tokens = min(fitting, limit // granule * granule)
     if tokens >= minimum:
         return tokens
     if remaining <= min(limit, minimum) and fits(budget, prefix, remaining, rows, width, rule=rule):
