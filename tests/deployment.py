@@ -79,6 +79,7 @@ class Deployment:
     def wait_phase(self, *phases: str, timeout: float = 30, generation: int | None = None) -> dict[str, Any]:
         """The worker's status once its phase is one of `phases` (in that generation, when given)."""
         def there() -> dict[str, Any] | None:
+            time.sleep(0.1)         # the supervisor has better things to do than to answer us
             worker = self.worker()
             right = worker and worker["phase"] in phases and generation in (None, worker["generation"])
             return worker if right else None

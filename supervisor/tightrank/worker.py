@@ -225,7 +225,7 @@ class Worker:
 
     def _blame(self, diagnosis: Diagnosis) -> None:
         self.diagnosis = diagnosis
-        self._say("cause", f"{diagnosis.cause}: {diagnosis.summary}. {diagnosis.change}",
+        self._say("cause", f"{diagnosis.cause}: {diagnosis.summary.rstrip('.')}. {diagnosis.change}",
                   {"cause": diagnosis.cause, "evidence": list(diagnosis.evidence), "numbers": dict(diagnosis.numbers)})
 
     def _say(self, kind: str, sentence: str, data: Mapping[str, object]) -> None:

@@ -137,7 +137,7 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         "rank-died",
         r"Worker proc (?P<process>\S+) died unexpectedly(?: \(exit code: (?P<exit_code>-?\d+|None)\))?",
-        "{process} ended.",
+        "{process} ended (exit code {exit_code}; a negative one is a signal).",
         "see its last lines in the log",
         "vLLM 0.20.2 - 0.32.0 v1/executor/multiproc_executor.py", shape="logged", start_only=False, decisive=False,
         rank=Rank.RAISED),
