@@ -37,6 +37,7 @@ def make(tmp_path: Path, dense_model: str) -> Iterator[Make]:
 
     def build(engine: str, args: tuple[str, ...] | None = None, env: dict[str, str] | None = None,
               command: list[str] | None = None, **options: Any) -> Deployment:
+        options["settings"] = {"limits": {"drain": "30s", **options.get("settings", {}).get("limits", {})}}
         program = CACHE / "envs" / engine
         head, *rest = COMMANDS[engine]
         deployment = Deployment(
