@@ -30,23 +30,31 @@ class Lines:
     def __init__(self, stream: str) -> None:
         self._stream = stream
         self._rest = b""
+        self._continued = False
 
     def feed(self, data: bytes) -> list[Line]:
         *whole, self._rest = _BREAKS.split(self._rest + data)
+        found = []
+        for part in whole:
+            found += self._pieces(part)
+            self._continued = False
         while len(self._rest) > LONGEST_LINE_BYTES:
-            whole.append(self._rest[:LONGEST_LINE_BYTES])
-            self._rest = self._rest[LONGEST_LINE_BYTES:]
-        return [self._line(part) for part in whole if part]
+            found += self._pieces(self._rest[:LONGEST_LINE_BYTES])
+            self._rest, self._continued = self._rest[LONGEST_LINE_BYTES:], True
+        return found
 
     def close(self) -> list[Line]:
         rest, self._rest = self._rest, b""
-        return [self._line(rest)] if rest else []
+        return self._pieces(rest)
 
-    def _line(self, data: bytes) -> Line:
-        text = data[:LONGEST_LINE_BYTES].decode(errors="replace").rstrip()
-        if len(data) > LONGEST_LINE_BYTES:
-            text += f" ... ({len(data) - LONGEST_LINE_BYTES} bytes cut)"
-        return Line(time.monotonic(), time.time(), self._stream, text)
+    def _pieces(self, data: bytes) -> list[Line]:
+        """What continues a cut line is marked: it must not look like the beginning of an engine's message."""
+        found = []
+        for start in range(0, len(data), LONGEST_LINE_BYTES):
+            text = data[start:start + LONGEST_LINE_BYTES].decode(errors="replace").rstrip()
+            mark = "... " if start or self._continued else ""
+            found.append(Line(time.monotonic(), time.time(), self._stream, mark + text))
+        return found
 
 
 class Pipe:

@@ -1,0 +1,132 @@
+"""Decisions as a table: a view, a reading and a snapshot in, at most one decision out."""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tightrank.decide import Policy, decide, missing_hooks
+from tightrank.records import (
+    ActionKind,
+    Decision,
+    Diagnosis,
+    MemoryReading,
+    Phase,
+    ProbeResult,
+    ProcessId,
+    ProcessReading,
+    RankReading,
+    Request,
+    Snapshot,
+    WorkerReading,
+    WorkerView,
+)
+
+GIB = 1 << 30
+POLICY = Policy(floor_bytes=GIB, margin_bytes=GIB, restarts=3, backoff_first_seconds=1.0, backoff_longest_seconds=5.0,
+                jitter=lambda: 0.0)
+NOW = 1000.0
+SIZING = Diagnosis("kv-pool-too-small", "no room", ("line",), "raise it", False)
+CRASH = Diagnosis("rank-died", "it died", (), "look", True)
+
+
+def view(phase: Phase, **changes: Any) -> WorkerView:
+    base = WorkerView(
+        name="w", engine="sglang", phase=phase, generation=4, since_monotonic=NOW - 10, started_monotonic=NOW - 10,
+        progress_monotonic=NOW - 1, start_stall_seconds=30, hooks=("ranks", "line"),
+        hook_roles=(("ranks", "scheduler", 2), ("line", "scheduler", 2)), exit_status=None, proof=None, post_mortem=None,
+        faults=(), probe=None, healthy_since_monotonic=None, guard_stops_at_start=1, ended=False, end_trouble=None,
+        diagnosis=None, failures_in_row=0, next_start_monotonic=None, requests=(), restart_wanted=False)
+    return replace(base, **changes)
+
+
+def rank(number: int, state: str = "in-force", alive: bool = True) -> RankReading:
+    hooks = {"ranks": {"state": "in-force"}, "line": {"state": state, "wanted": "A.b", "found": "nothing"}}
+    return RankReading(ProcessId(100 + number, 7), "scheduler", number, number, 0, None, None, "0.5.23", alive, hooks, {},
+                       8 * GIB, "", 0.1, 1, 1, 1, 0)
+
+
+def case(seen: WorkerView, *, ranks: tuple[RankReading, ...] = (rank(0), rank(1)), dead: tuple[RankReading, ...] = (),
+         available: int | None = 8 * GIB, state: str = "S", guard: dict[str, Any] | None = None) -> Decision | None:
+    process = ProcessReading(ProcessId(99, 7), 1, "python", state, GIB, 1.0, None)
+    memory = MemoryReading(NOW, 16 * GIB, available, None, None, available, None, None)
+    reading = WorkerReading("w", 4, ProcessId(99, 7), (process,), ranks, dead, ())
+    found = decide(Snapshot(NOW, 0.0, memory, {"w": reading}, guard or {"stops": 1}), [seen], POLICY)
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+READY = ProbeResult(NOW, True, True)
+STARTING = view(Phase.STARTING, healthy_since_monotonic=NOW - 5)
+
+
+@pytest.mark.parametrize(("seen", "options", "kind", "cause"), [
+    (STARTING, {}, None, None),
+    (replace(STARTING, probe=READY), {}, ActionKind.ADMIT, None),
+    (replace(STARTING, probe=READY, healthy_since_monotonic=NOW), {"ranks": (rank(0),)}, None, None),   # grace
+    (replace(STARTING, probe=READY), {"ranks": (rank(0),)}, ActionKind.STOP, "adapter-not-in-force"),
+    (replace(STARTING, probe=READY), {"ranks": ()}, ActionKind.STOP, "adapter-not-in-force"),
+    (view(Phase.STARTING), {"ranks": (rank(0), rank(1, "failed"))}, ActionKind.STOP, "adapter-not-in-force"),
+    (view(Phase.STARTING), {"ranks": (rank(0), rank(1, "wanted"))}, None, None),
+    (view(Phase.STARTING, proof=SIZING), {}, ActionKind.STOP, "kv-pool-too-small"),
+    (view(Phase.STARTING, exit_status=1, post_mortem=SIZING), {}, ActionKind.STOP, "kv-pool-too-small"),
+    (view(Phase.STARTING, exit_status=0), {}, ActionKind.STOP, "engine-exited"),       # an exit code proves nothing
+    (view(Phase.UP, exit_status=0), {}, ActionKind.STOP, "engine-exited"),
+    (view(Phase.UP), {"ranks": (rank(0),), "dead": (rank(1, alive=False),)}, ActionKind.STOP, "rank-died"),
+    (view(Phase.DRAINING), {"dead": (rank(1, alive=False),)}, ActionKind.STOP, "rank-died"),
+    (view(Phase.STOPPING), {"dead": (rank(1, alive=False),)}, None, None),
+    (view(Phase.UP), {}, None, None),
+    (view(Phase.UP), {"guard": {"stops": 2, "last": {"available_bytes": 5, "floor_bytes": 9}}}, ActionKind.STOP, "guard-floor"),
+    (view(Phase.UP), {"guard": {}}, None, None),                                       # an unreadable guard proves nothing
+    (view(Phase.UP, faults=(("line", "E", True),)), {}, ActionKind.STOP, "adapter-fault"),
+    (view(Phase.UP, faults=(("line", "E", False),)), {}, None, None),
+    (view(Phase.UP, faults=(("line", "E", True),)), {"ranks": (rank(0),)}, None, None),   # no replicas: minimum is safe
+    (view(Phase.UP, requests=(Request.DRAIN,)), {}, ActionKind.DRAIN, None),
+    (view(Phase.DRAINING, requests=(Request.RESUME,)), {}, ActionKind.ADMIT, None),
+    (view(Phase.UP, requests=(Request.DRAIN, Request.STOP)), {}, ActionKind.STOP, None),
+    (view(Phase.STARTING, progress_monotonic=NOW - 40), {}, ActionKind.STOP, "start-stalled"),
+    (view(Phase.STARTING, progress_monotonic=NOW - 40), {"state": "R"}, None, None),      # a compiler at work
+    (view(Phase.STARTING, progress_monotonic=NOW - 130), {"state": "R"}, ActionKind.STOP, "start-stalled"),
+    (replace(STARTING, progress_monotonic=NOW - 40), {}, ActionKind.STOP, "canary-failed"),
+    (view(Phase.STOPPING), {}, None, None),
+    (view(Phase.STOPPING, ended=True), {}, ActionKind.REST, None),
+    (view(Phase.STOPPING, ended=True, restart_wanted=True), {}, ActionKind.START, None),
+    (view(Phase.STOPPING, ended=True, diagnosis=SIZING, failures_in_row=1), {}, ActionKind.FAIL, "kv-pool-too-small"),
+    (view(Phase.STOPPING, ended=True, diagnosis=CRASH, failures_in_row=3), {}, ActionKind.BACK_OFF, "rank-died"),
+    (view(Phase.STOPPING, ended=True, diagnosis=CRASH, failures_in_row=4), {}, ActionKind.FAIL, "rank-died"),
+    (view(Phase.STOPPING, end_trouble=SIZING), {}, ActionKind.FAIL, "kv-pool-too-small"),
+    (view(Phase.BACKING_OFF, next_start_monotonic=NOW + 1), {}, None, None),
+    (view(Phase.BACKING_OFF, next_start_monotonic=NOW), {}, ActionKind.START, None),
+    (view(Phase.BACKING_OFF, next_start_monotonic=NOW), {"available": 2 * GIB - 1}, None, None),   # floor + margin
+    (view(Phase.BACKING_OFF, next_start_monotonic=NOW), {"available": None}, ActionKind.START, None),
+    (view(Phase.BACKING_OFF, next_start_monotonic=NOW, requests=(Request.STOP,)), {}, ActionKind.REST, None),
+    (view(Phase.FAILED, diagnosis=SIZING), {}, None, None),
+    (view(Phase.FAILED, requests=(Request.RESUME,)), {}, ActionKind.START, None),
+    (view(Phase.STOPPED, requests=(Request.RESTART,)), {}, ActionKind.START, None),
+])
+def test_one_case_one_decision(seen: WorkerView, options: dict[str, Any], kind: ActionKind | None, cause: str | None) -> None:
+    decision = case(seen, **options)
+    assert (decision.kind if decision else None) == kind
+    if decision is not None:
+        assert decision.generation == 4 and decision.sentence
+        assert (decision.diagnosis.cause if decision.diagnosis else None) == cause
+
+
+@pytest.mark.parametrize(("failures", "delay"), [(1, 1.0), (2, 2.0), (3, 4.0)])
+def test_the_pause_doubles(failures: int, delay: float) -> None:
+    decision = case(view(Phase.STOPPING, ended=True, diagnosis=CRASH, failures_in_row=failures))
+    assert decision is not None and decision.delay_seconds == delay
+
+
+def test_the_pause_has_an_end() -> None:
+    seen = view(Phase.STOPPING, ended=True, diagnosis=CRASH, failures_in_row=40)
+    decision = decide(Snapshot(NOW, 0.0, MemoryReading(NOW, 1, 1, None, None, 1, None, None),
+                               {"w": WorkerReading("w", 4, None, (), (), (), ())}, {}), [seen], replace(POLICY, restarts=99))[0]
+    assert decision.delay_seconds == 5.0
+
+
+def test_what_is_missing_says_what_was_wanted_and_found() -> None:
+    assert missing_hooks((("line", "scheduler", 2),), [rank(0), rank(1, "wanted")]) == [
+        ("line", "wanted on 2 scheduler, found on 1 (2 said hello)")]
+    assert missing_hooks((("line", "scheduler", 2),), [rank(0), rank(1, alive=False)])
+    assert not missing_hooks((("line", "scheduler", 2),), [rank(0), rank(1)])
