@@ -36,10 +36,12 @@ def test_a_chunk_keeps_the_batch_under_the_line_or_is_the_least_of_an_empty_step
         assert tokens % rule.granule == 0  # no sliver but the end of a prompt and what the engine itself cut
 
 
-@given(batches, st.integers(0, 20_000), st.integers(1, 3000))
-def test_the_end_of_a_prompt_that_fits_is_taken_whole(batch: Batch, prefix: int, remaining: int) -> None:
-    if remaining <= RULES.maximum and under(RULES, batch, prefix, remaining):
-        assert grant(RULES, batch, prefix, remaining, remaining) == remaining
+@given(rules, batches, st.integers(0, 20_000), st.integers(1, 3000))
+def test_a_chunk_is_the_schedules_or_the_rest_of_the_prompt(rule: Rules, batch: Batch, prefix: int, remaining: int) -> None:
+    keywords = {"minimum": rule.minimum, "maximum": rule.maximum, "granule": rule.granule, "rule": rule.rule, "step": rule.step}
+    scheduled = line.batch_chunk_tokens(batch.budget, prefix, batch.rows, batch.width, **keywords)
+    if scheduled:
+        assert grant(rule, batch, prefix, min(remaining, rule.maximum), remaining) == min(scheduled, remaining)
 
 
 @pytest.mark.parametrize(("batch", "prefix", "offered", "remaining", "expected"), [

@@ -379,19 +379,30 @@ def test_floor_kills_all_but_the_daemon_and_names_the_hog(start: Start, tmp_path
     assert guarded.exit_code() == 0
 
 
-def test_hog_of_somebody_else_is_named_and_left_alone(start: Start, tmp_path: Path) -> None:
+def outside_trial(start: Start) -> tuple[dict[str, Any], bool]:
+    """(the guard's record, whether the hog outside of its tree still lives) of one crossing."""
     engine = [*HOG, "--bytes", str(512 * MIB), "--seconds", "60", "--name", "engine"]
-    floor = available_bytes() - (512 + 400) * MIB
-    guarded = start(engines=(engine,), floor=floor)
+    guarded = start(engines=(engine,), floor=available_bytes() - (512 + 400) * MIB)
     wait_until(lambda: any(each.memory_info().rss > 500 * MIB for each in guarded.engines()), what="the engine is loaded")
     settled = guarded.page().monotonic_ns + 4 * 10**9  # censuses every second near the floor: the engine's load is past
     wait_until(lambda: guarded.page().monotonic_ns > settled)
     with subprocess.Popen([*HOG, "--bytes", str(900 * MIB), "--seconds", "20", "--name", "outsider"]) as hog:
-        record = wait_until(guarded.stops, what="the guard acted")[0]
+        try:
+            return wait_until(guarded.stops, what="the guard acted")[0], hog.poll() is None
+        finally:
+            hog.kill()
+            guarded.process.send_signal(signal.SIGTERM)
+            assert guarded.exit_code() == 0
+
+
+def test_hog_of_somebody_else_is_named_and_left_alone(start: Start) -> None:
+    for _ in range(3):  # what else takes or frees memory on this host during a trial is named instead, and rightly
+        record, hog_lives = outside_trial(start)
         assert [each["name"] for each in record["killed"]] == ["engine"]
-        assert record["hog"]["name"] == "outsider" and not record["hog"]["inside"]
-        assert hog.poll() is None
-        hog.kill()
+        assert hog_lives
+        if record["hog"] and record["hog"]["name"] == "outsider":
+            break
+    assert record["hog"]["name"] == "outsider" and not record["hog"]["inside"]
 
 
 def test_under_the_floor_from_the_start_new_engines_are_ended_and_nothing_is_repeated(start: Start) -> None:

@@ -103,7 +103,10 @@ def accepted_chunk_tokens(budget: int, prefix: int, remaining: int, rows: int, w
         return tokens
     if remaining <= min(limit, minimum) and fits(budget, prefix, remaining, rows, width, rule=rule):
         return remaining
-    return min(-(-minimum // granule) * granule, limit, remaining) if alone else 0
+    if not alone:
+        return 0
+    least = min(-(-minimum // granule) * granule, limit, remaining)
+    return least if least == remaining else least // granule * granule or least
 
 
 def longest_prefix(budget: int, *, minimum: int, granule: int, rule: Rule = "span") -> int:

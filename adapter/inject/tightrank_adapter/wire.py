@@ -177,7 +177,7 @@ def decode(datagram: bytes) -> Any:
         if schema != SCHEMA or len(values) != len(cls._fields):  # type: ignore[attr-defined]
             raise WireError("record: schema %r of kind %r with %d fields" % (schema, kind, len(values)))
         return cls(*values)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise WireError("record: %s: %s" % (type(error).__name__, error)) from None
 
 

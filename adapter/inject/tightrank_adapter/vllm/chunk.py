@@ -32,26 +32,9 @@ def grant(rules: Rules, batch: Batch, prefix: int, offered: int, remaining: int)
     Never more than offered. 0 leaves the request out of this step, which happens only to a step that has rows: the
     first one always gets something, or it would wait for ever.
     """
-    if offered >= remaining and offered <= rules.maximum and _fits(rules, batch, prefix, offered):
-        return offered
     if rules.block and prefix % rules.block:  # on its way to the next boundary: as it is or not at all
-        return offered if not batch.rows or _fits(rules, batch, prefix, offered) else 0
-    most = min(rules.maximum, offered)
-    fitting = line.batch_chunk_tokens(
-        batch.budget, prefix, batch.rows, batch.width, minimum=rules.minimum, maximum=most, granule=rules.granule,
-        rule=rules.rule, step=rules.step) if most >= max(rules.minimum, rules.granule) else 0
-    if fitting or batch.rows:
-        return fitting
-    return _forced(rules, offered, remaining)
-
-
-def _fits(rules: Rules, batch: Batch, prefix: int, tokens: int) -> bool:
-    return line.fits(batch.budget, prefix, tokens, batch.rows, batch.width, rule=rules.rule)
-
-
-def _forced(rules: Rules, offered: int, remaining: int) -> int:
-    """The first row of a step: the line, or the engine's own limit, leaves less than `minimum`."""
-    tokens = min(offered, rules.least)
-    if tokens == remaining:
-        return tokens
-    return tokens // rules.granule * rules.granule or tokens
+        fits = line.fits(batch.budget, prefix, offered, batch.rows, batch.width, rule=rules.rule)
+        return offered if fits or not batch.rows else 0
+    return line.accepted_chunk_tokens(
+        batch.budget, prefix, remaining, batch.rows, batch.width, alone=not batch.rows, limit=offered,
+        minimum=rules.minimum, maximum=rules.maximum, granule=rules.granule, rule=rules.rule, step=rules.step)
