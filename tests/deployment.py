@@ -46,9 +46,10 @@ class Deployment:
         self.file.write_text(json.dumps(body))
 
     def up(self) -> Deployment:
-        self.log = open(self.directory / "up.log", "a")
-        self.process = subprocess.Popen([sys.executable, "-P", "-c", _MAIN, "up", "-c", str(self.file)], env=self.env, text=True,
-                                        stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True)
+        argv = [sys.executable, "-P", "-c", _MAIN, "up", "-c", str(self.file)]
+        with open(self.directory / "up.log", "a") as log:
+            self.process = subprocess.Popen(argv, env=self.env, text=True, stdout=log, stderr=subprocess.STDOUT,
+                                            start_new_session=True)
         return self
 
     def run(self, *words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -117,7 +118,6 @@ class Deployment:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait(15)
-        self.log.close()
 
 
 def fake_model(directory: Path) -> Path:

@@ -99,7 +99,8 @@ def refused_when_too_long(deployment: Deployment, engine: str, context: int) -> 
 
 
 @pytest.mark.parametrize(("engine", "args", "env", "cause", "flag"), [
-    ("vllm", ("--kv-cache-memory-bytes", "1000000"), {"VLLM_CPU_KVCACHE_SPACE": ""}, "context-exceeds-kv-pool", "--max-model-len"),
+    ("vllm", ("--kv-cache-memory-bytes", "1000000"), {"VLLM_CPU_KVCACHE_SPACE": "0"}, "context-exceeds-kv-pool",
+     "--max-model-len"),
     ("sglang", ("--mem-fraction-static", "0.0001"), {}, "kv-pool-too-small", "--mem-fraction-static")])
 def test_a_sizing_error_is_told_within_a_second_and_never_restarted(
         make: Make, engine: str, args: tuple[str, ...], env: dict[str, str], cause: str, flag: str) -> None:

@@ -112,7 +112,7 @@ def test_an_accepted_request_gets_what_fits_or_waits_or_alone_the_minimum(
     if chunk and not under(budget, prefix, chunk, rows, width, shape["rule"]):
         assert alone
         assert chunk <= shape["minimum"]
-    if 0 < chunk < min(shape["minimum"], limit):     # no sliver but the end of a prompt
+    if 0 < chunk < min(shape["minimum"], limit // shape["granule"] * shape["granule"]):     # no sliver but a prompt's end
         assert chunk == remaining
 
 

@@ -22,7 +22,7 @@ def host(root: Path, meminfo_text: str = "MemTotal: 1000 kB\nMemAvailable: 600 k
     (proc / "pressure").mkdir()
     (proc / "meminfo").write_text(meminfo_text)
     (proc / "self" / "cgroup").write_text(cgroup)
-    (proc / "pressure" / "memory").write_text("some avg10=1.50 avg60=0.00 avg300=0.00 total=7\nfull avg10=0.25 avg60=0 total=1\n")
+    (proc / "pressure" / "memory").write_text("some avg10=1.50 avg60=0.00 total=7\nfull avg10=0.25 avg60=0 total=1\n")
     return proc
 
 
@@ -105,7 +105,8 @@ def test_a_pid_that_was_used_again_is_not_ours() -> None:
 
 
 def test_leftovers_are_found_by_their_mark(tmp_path: Path) -> None:
-    for pid, environment in ((5, b"A=1\0TIGHTRANK_RUN=abc:w:1\0"), (6, b"TIGHTRANK_RUN=abd:w:1\0"), (7, b"X=TIGHTRANK_RUN=abc\0")):
+    for pid, environment in ((5, b"A=1\0TIGHTRANK_RUN=abc:w:1\0"), (6, b"TIGHTRANK_RUN=abd:w:1\0"),
+                             (7, b"X=TIGHTRANK_RUN=abc\0")):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "environ").write_bytes(environment)
         (tmp_path / str(pid) / "stat").write_text(STAT.format(name="x"))
