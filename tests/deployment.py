@@ -46,7 +46,10 @@ class Deployment:
         self.file.write_text(json.dumps(body))
 
     def up(self) -> Deployment:
-        argv = [sys.executable, "-P", "-c", _MAIN, "up", "-c", str(self.file)]
+        return self.start("up", "-c", str(self.file))
+
+    def start(self, *words: str) -> Deployment:
+        argv = [sys.executable, "-P", "-c", _MAIN, *words]
         with open(self.directory / "up.log", "a") as log:
             self.process = subprocess.Popen(argv, env=self.env, text=True, stdout=log, stderr=subprocess.STDOUT,
                                             start_new_session=True)

@@ -24,6 +24,7 @@ from tightrank.records import (
 
 HELLO_GRACE_SECONDS = 2.0       # a healthy engine's ranks said hello long ago; this covers a slow disk
 CPU_ONLY_FACTOR = 4             # a start with no sign but a busy processor (a compiler) gets this many stall limits
+REPLICA_SECONDS = 1.0           # for all replicas to tell a fault that they had alike
 STEADY_SECONDS = 60.0           # up for this long: earlier failures count no more
 
 
@@ -125,14 +126,22 @@ def _guard_acted(case: _Case) -> Decision | None:
 
 
 def _replicated_fault(case: _Case) -> Decision | None:
-    """Schedulers are replicas: when one decides by its fallback and another does not, the next collective hangs."""
-    ranks = sum(1 for role, _ in _roles(case, "line") for rank in case.reading.ranks if rank.role == role)
-    faults = [fault for fault in case.view.faults if fault[2]]
-    if not faults or ranks < 2:
+    """Schedulers are replicas: when one decides by its fallback and another does not, the next collective hangs. Faults
+    that all of them had alike leave them alike."""
+    roles = {role for hook, role, _ in case.view.hook_roles if hook == "line"}
+    replicas = [rank for rank in (*case.reading.ranks, *case.reading.dead_ranks) if rank.role in roles]
+    faults = {rank.rank: [fault for fault in rank.facts.get("faults", ()) if fault["replicated"]] for rank in replicas}
+    alike = len({len(found) for found in faults.values()}) < 2
+    since = case.view.fault_since_monotonic
+    settled = case.view.exit_status is not None or bool(case.reading.dead_ranks) or (
+        since is not None and case.snapshot.monotonic - since > REPLICA_SECONDS)
+    if alike or not settled:
         return None
-    hook, error, _ = faults[0]
-    return case.stop(_fatal("adapter-fault", f"hook {hook} raised on a rank that must decide as its replicas do: {error}",
-                            "report this fault; leave the hook out of `hooks` to run without it", (error,)))
+    number, first = next((number, found[0]) for number, found in faults.items() if found)
+    return case.stop(_fatal(
+        "adapter-fault", f"hook {first['hook']} raised in {first['where']} on rank {number} and not alike on all of "
+        f"{len(replicas)} ranks, which must decide alike: {first['error']}",
+        f"report this fault; leave {first['hook']} out of `hooks` to run without it", (str(first["error"]),)))
 
 
 def _proof(case: _Case) -> Decision | None:
@@ -170,10 +179,6 @@ def _hook_failed(case: _Case) -> Decision | None:
 def _not_in_force(case: _Case, hook: str, found: str) -> Diagnosis:
     return _fatal("adapter-not-in-force", f"hook {hook} is not in force: {found}",
                   f"start the engine without -I, -E or -S, with a release that has the hook, or leave {hook} out of `hooks`")
-
-
-def _roles(case: _Case, hook: str) -> list[tuple[str, int]]:
-    return [(role, count) for name, role, count in case.view.hook_roles if name == hook]
 
 
 def missing_hooks(hook_roles: Sequence[tuple[str, str, int]], ranks: Sequence[RankReading]) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -50,7 +51,7 @@ class Generation:
         self.step = StartStep.LOADING
         self.lines: deque[Line] = deque(maxlen=RING_LINES)
         self.proof: Diagnosis | None = None
-        self.faults: list[tuple[str, str, bool]] = []
+        self.fault_since: float | None = None
         self.known: set[ProcessId] = {self.launched.main}
         self.result: ProbeResult | None = None
         self.healthy_since: float | None = None
@@ -60,6 +61,7 @@ class Generation:
         self._probe: Future[ProbeResult] | None = None
         self._seen = (0, 0, 0)             # processes, ranks, RSS: what counts as progress
         self._hellos: dict[ProcessId, int] = {}      # pidfd of each process that said hello; -1 once it has ended
+        self._faults: set[tuple[int, str, str]] = set()
         self._problems: set[str] = set()
         self._say = say
 
@@ -89,14 +91,17 @@ class Generation:
         steps = [record for record in records if isinstance(record, wire.Step)]
         for record in records:
             if isinstance(record, wire.Fault):
-                self._take_fault((record.hook, f"{record.where}: {record.error}", record.replicated))
+                self._take_fault(record.pid, record.hook, record.where, record.error)
         self.over_line_steps += sum(step.over for step in steps)
         return steps
 
-    def _take_fault(self, fault: tuple[str, str, bool]) -> None:
-        if fault not in self.faults:
-            self.faults.append(fault)
-            self._say("cause", f"adapter-fault: hook {fault[0]}: {fault[1]}", {"cause": "adapter-fault"})
+    def _take_fault(self, pid: int, hook: str, where: str, error: str) -> None:
+        """A fault comes twice, by datagram and by hello, and is told once for each process and place."""
+        if self.fault_since is None:
+            self.fault_since = time.monotonic()
+        if (pid, hook, where) not in self._faults:
+            self._faults.add((pid, hook, where))
+            self._say("cause", f"adapter-fault: hook {hook} raised in {where} (pid {pid}): {error}", {"cause": "adapter-fault"})
 
     def tail(self) -> tuple[str, ...]:
         return tuple(line.text for line in list(self.lines)[-TAIL_LINES:])
@@ -129,7 +134,7 @@ class Generation:
         if not rank.alive and self.lost_role is None:
             self.lost_role = rank.role
         for fault in rank.facts.get("faults", ()):
-            self._take_fault((str(fault["hook"]), f"{fault['where']}: {fault['error']}", bool(fault["replicated"])))
+            self._take_fault(rank.id.pid, fault["hook"], fault["where"], fault["error"])
 
     def step_probe(self, prober: Prober, now: float) -> None:
         """Keeps one probe of the engine's port under way until a real request was served."""

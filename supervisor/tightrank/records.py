@@ -227,7 +227,7 @@ class WorkerView:
     exit_status: int | None                # of the main process, as Popen.returncode; None: it runs
     proof: Diagnosis | None                # a line that proves a failure although the engine still runs
     post_mortem: Diagnosis | None          # what all lines and the exit say
-    faults: tuple[tuple[str, str, bool], ...]      # (hook, error, replicated) of the adapter
+    fault_since_monotonic: float | None    # the first fault of the adapter in this generation
     probe: ProbeResult | None
     healthy_since_monotonic: float | None
     guard_stops_at_start: int

@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tightrank import __version__
 from tightrank.decide import Policy, missing_hooks
-from tightrank.records import Phase, Snapshot, Status, WorkerReading, WorkerStatus
+from tightrank.records import LineSpec, Phase, Snapshot, Status, WorkerReading, WorkerStatus
 from tightrank.watch import tightest
 from tightrank.worker import Worker, hook_roles
 
@@ -35,9 +36,23 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
         step=run.step if run and worker.phase is Phase.STARTING else None, generation=worker.generation,
         since_unix=worker.since_unix, ready=worker.phase is Phase.UP, reason=_reason(worker, reading, snapshot, policy),
         host=spec.host, port=spec.port, restarts=worker.restarts, next_start_unix=next_start,
-        diagnosis=worker.diagnosis, line=spec.line, line_budget=spec.line.budget if spec.line else None,
+        diagnosis=worker.diagnosis, line=_line(spec.line, reading),
+        line_budget=min(_facts(reading, "line_budget"), default=spec.line.budget) if spec.line else None,
         over_line_steps=run.over_line_steps if run else 0, context_tokens=spec.context_tokens, ranks=reading.ranks,
         processes=reading.processes, hooks_wanted=spec.hooks, log_tail=worker.tail())
+
+
+def _facts(reading: WorkerReading, name: str) -> list[int]:
+    """What the ranks say of themselves."""
+    return [rank.facts[name] for rank in reading.ranks if isinstance(rank.facts.get(name), int)]
+
+
+def _line(planned: LineSpec | None, reading: WorkerReading) -> LineSpec | None:
+    """The line with the granule and maximum that the ranks really keep: the plan could only assume them."""
+    if planned is None:
+        return None
+    return replace(planned, granule=max(_facts(reading, "granule_tokens"), default=planned.granule),
+                   maximum=min(_facts(reading, "maximum_tokens"), default=planned.maximum))
 
 
 def _reason(worker: Worker, reading: WorkerReading, snapshot: Snapshot, policy: Policy) -> str:
@@ -48,7 +63,7 @@ def _reason(worker: Worker, reading: WorkerReading, snapshot: Snapshot, policy: 
         case Phase.STARTING:
             return _starting(worker, reading)
         case Phase.BACKING_OFF:
-            return f"waiting to start again after {blame}" if blame else _waiting(snapshot, policy)
+            return _waiting(snapshot, policy) + (f", after {blame}" if blame else "")
         case Phase.STOPPING:
             return f"being ended: {blame or 'on request'}"
         case Phase.DRAINING:
@@ -62,7 +77,7 @@ def _waiting(snapshot: Snapshot, policy: Policy) -> str:
     available, wanted = snapshot.memory.available_bytes, policy.floor_bytes + policy.margin_bytes
     if available is not None and available < wanted:
         return f"waiting for memory: {available >> 20} MiB available, floor and margin are {wanted >> 20} MiB"
-    return "not started yet"
+    return "waiting to start"
 
 
 def _starting(worker: Worker, reading: WorkerReading) -> str:

@@ -114,7 +114,7 @@ class Worker:
             hooks=spec.hooks, hook_roles=hook_roles(spec), exit_status=run.exit_status if run else None,
             proof=run.proof if run else None,
             post_mortem=run.post_mortem(self.phase is Phase.STARTING) if run and run.hurt and running else None,
-            faults=tuple(run.faults) if run else (), probe=run.result if run else None,
+            fault_since_monotonic=run.fault_since if run else None, probe=run.result if run else None,
             healthy_since_monotonic=run.healthy_since if run else None,
             guard_stops_at_start=run.guard_stops if run else 0, ended=self._ended,
             end_trouble=self._ending.trouble(now) if self._ending else None, diagnosis=self.diagnosis,

@@ -135,6 +135,24 @@ def test_an_engine_without_sitecustomize_and_plugins_is_not_run_silently(make: M
     assert deployment.terminate() == 69
 
 
+def test_an_engine_whose_hook_target_was_removed_is_not_run_silently(make: Make, tmp_path: Path) -> None:
+    """A release without the method, made by a sitecustomize of the user's own (which ours displaces and runs)."""
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "sitecustomize.py").write_text(
+        "import builtins\nbuild = builtins.__build_class__\n"
+        "def changed(function, name, *bases, **keywords):\n"
+        "    made = build(function, name, *bases, **keywords)\n"
+        "    if name == 'PrefillAdder':\n        del made.add_chunked_req\n"
+        "    return made\n"
+        "builtins.__build_class__ = changed\n")
+    deployment = make("sglang", None, {"PYTHONPATH": str(tmp_path / "older")})
+    worker = deployment.wait_phase("failed", timeout=START_SECONDS)
+    assert worker["diagnosis"]["cause"] == "adapter-not-in-force"
+    assert "PrefillAdder.add_chunked_req" in worker["diagnosis"]["summary"] and "0.5.23" in worker["diagnosis"]["summary"]
+    assert worker["generation"] == 1
+    assert deployment.terminate() == 69
+
+
 def wrapper(directory: Path, change: str) -> Path:
     """A program that changes the adapter's settings before it becomes the engine: `change` edits `line` (a dict)."""
     path = directory / "wrapped"

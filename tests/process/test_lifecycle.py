@@ -4,13 +4,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from deployment import Deployment, gone
-from helpers import wait_until
+from helpers import FAKE_ENGINE, wait_until
 
 Make = Callable[..., Deployment]
 
@@ -203,3 +204,17 @@ def test_the_engines_environment_holds_nothing_of_ours_but_two_names(make: Make)
     assert ours == {b"TIGHTRANK_ADAPTER", b"TIGHTRANK_RUN"}
     assert b"s3cret" not in b"".join(environment)
     assert "s3cret" not in deployment.output + (deployment.state / "journal.jsonl").read_text()
+
+
+def test_run_supervises_a_command_line_without_a_file(make: Make, tmp_path: Path) -> None:
+    deployment = make()
+    program = tmp_path / "vllm"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE_ENGINE} --engine vllm "$@"\n')
+    program.chmod(0o755)
+    settings = {"http.port": deployment.port, "state_directory": deployment.state, "guard.floor": "64MiB"}
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    deployment.start("run", *words, "--", str(program), "serve", str(tmp_path / "model"), "--host", "127.0.0.1", "--port",
+                     str(deployment.engine_port), "--served-model-name", "tiny")
+    worker = deployment.wait_phase("up")
+    assert (worker["name"], worker["engine"], worker["port"]) == ("worker", "vllm", deployment.engine_port)
+    assert deployment.terminate() == 0

@@ -35,8 +35,8 @@ def view(phase: Phase, **changes: Any) -> WorkerView:
         name="w", engine="sglang", phase=phase, generation=4, since_monotonic=NOW - 10, started_monotonic=NOW - 10,
         progress_monotonic=NOW - 1, start_stall_seconds=30, hooks=("ranks", "line"),
         hook_roles=(("ranks", "scheduler", 2), ("line", "scheduler", 2)), exit_status=None, proof=None, post_mortem=None,
-        faults=(), probe=None, healthy_since_monotonic=None, guard_stops_at_start=1, ended=False, end_trouble=None,
-        diagnosis=None, failures_in_row=0, next_start_monotonic=None, requests=(), restart_wanted=False)
+        fault_since_monotonic=None, probe=None, healthy_since_monotonic=None, guard_stops_at_start=1, ended=False,
+        end_trouble=None, diagnosis=None, failures_in_row=0, next_start_monotonic=None, requests=(), restart_wanted=False)
     return replace(base, **changes)
 
 
@@ -56,6 +56,12 @@ def case(seen: WorkerView, *, ranks: tuple[RankReading, ...] = (rank(0), rank(1)
     return found[0] if found else None
 
 
+def faulty(number: int, replicated: bool = True) -> RankReading:
+    fault = {"hook": "line", "where": "A.b", "error": "E", "replicated": replicated}
+    return replace(rank(number), facts={"faults": [fault]})
+
+
+FAULTY = view(Phase.UP, fault_since_monotonic=NOW - 2)
 READY = ProbeResult(NOW, True, True)
 STARTING = view(Phase.STARTING, healthy_since_monotonic=NOW - 5)
 
@@ -78,9 +84,14 @@ STARTING = view(Phase.STARTING, healthy_since_monotonic=NOW - 5)
     (view(Phase.UP), {}, None, None),
     (view(Phase.UP), {"guard": {"stops": 2, "last": {"available_bytes": 5, "floor_bytes": 9}}}, ActionKind.STOP, "guard-floor"),
     (view(Phase.UP), {"guard": {}}, None, None),                                       # an unreadable guard proves nothing
-    (view(Phase.UP, faults=(("line", "E", True),)), {}, ActionKind.STOP, "adapter-fault"),
-    (view(Phase.UP, faults=(("line", "E", False),)), {}, None, None),
-    (view(Phase.UP, faults=(("line", "E", True),)), {"ranks": (rank(0),)}, None, None),   # no replicas: minimum is safe
+    (FAULTY, {"ranks": (rank(0), faulty(1))}, ActionKind.STOP, "adapter-fault"),
+    (FAULTY, {"ranks": (faulty(0), faulty(1))}, None, None),                           # alike on all: they stay alike
+    (FAULTY, {"ranks": (rank(0), faulty(1, replicated=False))}, None, None),
+    (FAULTY, {"ranks": (faulty(0),)}, None, None),                                     # no replicas: the minimum is safe
+    (replace(FAULTY, fault_since_monotonic=NOW - 0.5), {"ranks": (rank(0), faulty(1))}, None, None),      # may still come
+    (replace(FAULTY, fault_since_monotonic=NOW, exit_status=-9), {"ranks": (rank(0), faulty(1))}, ActionKind.STOP,
+     "adapter-fault"),
+    (replace(FAULTY, fault_since_monotonic=NOW), {"ranks": (rank(0),), "dead": (faulty(1),)}, ActionKind.STOP, "adapter-fault"),
     (view(Phase.UP, requests=(Request.DRAIN,)), {}, ActionKind.DRAIN, None),
     (view(Phase.DRAINING, requests=(Request.RESUME,)), {}, ActionKind.ADMIT, None),
     (view(Phase.UP, requests=(Request.DRAIN, Request.STOP)), {}, ActionKind.STOP, None),
