@@ -191,7 +191,7 @@ class Snapshot:
     unix: float
     memory: MemoryReading
     workers: Mapping[str, WorkerReading]
-    guard: Mapping[str, Any]               # the guard's page: see guard.py; empty when unreadable
+    guard: Mapping[str, Any]               # the guard's page: see guard/__main__.py; empty when unreadable
 
 
 class Request(StrEnum):

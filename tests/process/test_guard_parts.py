@@ -7,9 +7,13 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import memory
+import processes
 import pytest
-from tightrank import guard
-from tightrank.guard import Cgroup, Process, descendants, fastest_growing, memory_cgroups, parse_stat
+from common import UNKNOWN
+from daemon import Daemon
+from memory import Available, Cgroup, memory_cgroups
+from processes import Process, descendants, fastest_growing, parse_stat, process, walk
 
 GIB = 1 << 30
 V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -45,10 +49,10 @@ def test_room_is_the_limit_less_what_cannot_be_reclaimed(tmp_path: Path, version
     # inactive_file of v1 is this cgroup's alone, its total_ is what counts; neither may be taken for the other
     (tmp_path / "memory.stat").write_text(f"anon 1\nx{key.decode()}77\n{key.decode()}{GIB // 2}\nfile 9\n")
     cgroup = Cgroup(str(tmp_path), version)
-    assert cgroup.read(guard.UNKNOWN) == GIB + GIB // 2
+    assert cgroup.read(UNKNOWN) == GIB + GIB // 2
     assert cgroup.read(GIB) == GIB
     (tmp_path / usage).write_text(f"{5 * GIB}\n")
-    assert cgroup.read(guard.UNKNOWN) == -GIB // 2
+    assert cgroup.read(UNKNOWN) == -GIB // 2
 
 
 @pytest.mark.parametrize(("version", "unlimited"), [(1, "9223372036854771712"), (2, "max")])
@@ -67,7 +71,7 @@ def test_unreadable_source_is_left_out_and_said(tmp_path: Path, capfd: pytest.Ca
     for name in Cgroup.V2[:2]:
         (tmp_path / name).write_text("0")
     (tmp_path / "memory.stat").write_text("inactive_file 0\n")
-    available = guard.Available()
+    available = Available()
     available._sources.append(Cgroup(str(tmp_path), 2))
     assert available.read() == 0
     (tmp_path / "memory.current").write_text("not a number")
@@ -79,10 +83,10 @@ def test_unreadable_source_is_left_out_and_said(tmp_path: Path, capfd: pytest.Ca
 def test_a_host_without_memavailable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                 capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 5 kB\n")
-    real = guard.MemAvailable
-    monkeypatch.setattr(guard, "MemAvailable", lambda: real(str(tmp_path / "meminfo")))
+    real = memory.MemAvailable
+    monkeypatch.setattr(memory, "MemAvailable", lambda: real(str(tmp_path / "meminfo")))
     with pytest.raises(SystemExit) as refused:
-        guard.Available()
+        Available()
     assert refused.value.code == 70
     assert "MemAvailable" in capfd.readouterr().err
 
@@ -91,7 +95,7 @@ def test_failed_fork_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, capfd
     def fail() -> int:
         raise BlockingIOError(11, "no more processes")
     monkeypatch.setattr(os, "fork", fail)
-    daemon = guard.Daemon(["true"])
+    daemon = Daemon(["true"])
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     daemon.start_when_due()
     daemon.start_when_due()
@@ -136,17 +140,17 @@ def test_fastest_growing_counts_a_reused_pid_as_new() -> None:
 
 def test_kill_spares_a_process_that_only_has_the_same_pid(spawn: Callable[..., subprocess.Popen[bytes]]) -> None:
     sleeper = spawn(["sleep", "1005"])
-    real = guard.process(sleeper.pid)
+    real = process(sleeper.pid)
     assert real is not None
-    assert guard.kill(real._replace(start_time=real.start_time - 1)) is None
+    assert processes.kill(real._replace(start_time=real.start_time - 1)) is None
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(timeout=0.3)
-    killed = guard.kill(real)
+    killed = processes.kill(real)
     assert killed is not None and killed.identity == real.identity
     assert sleeper.wait(timeout=30) == -9
-    assert guard.kill(real) is None
+    assert processes.kill(real) is None
 
 
 def test_walk_finds_this_process() -> None:
-    mine = next(each for each in guard.walk() if each.pid == os.getpid())
+    mine = next(each for each in walk() if each.pid == os.getpid())
     assert mine.parent == os.getppid() and mine.alive and mine.rss_bytes > 0

@@ -16,7 +16,7 @@ from tightrank.config import Config
 from tightrank.config.command import from_command
 from tightrank.errors import ConfigError
 
-_GUARD = Path(__file__).resolve().parent.parent / "guard.py"
+_GUARD = Path(__file__).resolve().parent.parent / "guard"
 
 
 def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,6 +1,7 @@
 """The root of the process tree: keeps the memory floor, starts the daemon, reaps. Run: python -I -S -B guard FILE
 
-Standard library only, nothing of ours, one thread, one loop. FILE is guard.json, with these keys and no others:
+Standard library and this directory only (it is sys.path[0], so no file may have a standard module's name), one thread,
+one loop. FILE is guard.json, with these keys and no others:
     schema 1, daemon_argv [str], run_directory str, floor_bytes int, priority int, lock_descriptor int|null
 `priority` staggers guards that share a host: the floor is floor_bytes + priority * 64 MiB, so the highest acts first.
 
@@ -17,7 +18,8 @@ daemon_pid, daemon_starts, locked (1: all memory, 0: a part or none), daemon_bea
 daemon.beat, 4096 bytes, "<QQQ": sequence, schema 1, monotonic_ns: written by the daemon; only its age is told.
 
 The daemon gets SIGUSR2 when the guard dies. Its exit codes 0, 69, 75 and 78 end the guard with the same code; after
-any other end the engines are killed and it is started again. Exit 78: bad guard.json; 70: no floor can be kept here.
+any other end the engines are killed and it is started again. Exit 78: bad guard.json; 70: no floor can be kept
+here, or a fault of the guard itself.
 """
 from __future__ import annotations
 
@@ -50,20 +52,28 @@ class Guard:
         self.directory = orders.run_directory
         self.pid, self.daemon, self.available = os.getpid(), Daemon(orders.daemon_argv), Available()
         try:
-            self.page, self.beat = page(f"{self.directory}/guard.page"), page(f"{self.directory}/daemon.beat")
+            self.page, self.beat = Page(f"{self.directory}/guard.page", 13), Page(f"{self.directory}/daemon.beat", 1)
         except OSError as error:
             raise refuse(f"{self.directory}: cannot hold guard.page and daemon.beat: {error}", CONFIG) from None
-        self.wake = Wake()
+        self.wake, self.tree = Wake(), Tree(self.pid)
+        self.start_time = next(each.start_time for each in self.tree.everyone if each.pid == self.pid)
         self.locked = False
-        self.signals = self.sequence = self.samples = self.stops = self.last_stop_ns = self.last_kill_ns = 0
-        self.deadline = float("inf")
+        self.signals = self.samples = self.stops = self.last_stop_ns = 0
+        self.deadline, self.beat_ns = float("inf"), UNKNOWN
         self.now_ns, self.bytes, self.lowest, self.near, self.under = 0, self.available.read(), UNKNOWN, False, False
-        self.killed: set[tuple[int, int]] = set()
-        self.everyone = list(walk())
-        self.start_time = next(each.start_time for each in self.everyone if each.pid == self.pid)
-        self.known: list[Process] = []
-        self.older = self.latest = {each.identity: each.rss_bytes for each in self.everyone}
-        self.counted, self.census = time.monotonic(), self.take_census()
+
+    def prepare(self) -> None:
+        """Protects this process and says its limits. Raises SystemExit(70) where descendants could not be killed."""
+        try:
+            os.close(os.pidfd_open(self.pid))
+        except OSError as error:
+            raise refuse(f"pidfd_open: {error} (wanted: Linux 5.3, a seccomp profile with it)", SOFTWARE) from None
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        libc.prctl(PR_SET_NAME, b"tightrank-guard", 0, 0, 0)
+        self.locked = lock_memory()
+        say(f"{raise_priority()}, {set_oom_score_adj(-900)}")
+        say(f"floor {self.floor // MIB} MiB: under it every process that the daemon started is killed; available "
+            f"{(self.bytes or 0) // MIB} MiB, the least of {self.available.names()}")
 
     def run(self) -> int:
         """Until the tree is to end; the exit code. `end` has to follow."""
@@ -74,7 +84,7 @@ class Guard:
                 return code
             seconds = self.keep_floor()
             self.publish()
-            next(self.census)
+            self.tree.count(self.near)
 
     def obey(self, signals: bytes) -> int | None:
         """Signals to the daemon; its end, and its start when it is due. The exit code when the guard has to end."""
@@ -86,11 +96,12 @@ class Guard:
                 code = self.daemon.ended(status)
                 if code is not None:
                     return code
-                self.kill_tree()
+                self.tree.kill(spared=0)
         if (self.signals and not self.daemon.pid) or time.monotonic() > self.deadline:
             return TEMPORARY
         if not self.daemon.pid:
-            self.beat[:24] = bytes(24)
+            self.beat.clear()
+            self.beat_ns = UNKNOWN
             self.daemon.start_when_due()
         return None
 
@@ -104,13 +115,12 @@ class Guard:
 
     def end(self) -> None:
         """SIGKILL to all, the daemon too. We are the subreaper: when no child is left, no descendant is."""
-        self.daemon.pid = 0
         deadline = time.monotonic() + END_SECONDS
         while ended_children() is not None:
-            self.kill_tree()
+            self.tree.kill(spared=0)
             if time.monotonic() > deadline:
-                return say("left behind, SIGKILL does not end them: " + ", ".join(
-                    f"{each.name} ({each.pid})" for each in descendants(self.everyone, self.pid) if each.alive))
+                return say("left behind, SIGKILL does not end them: "
+                           + ", ".join(f"{each.name} ({each.pid})" for each in self.tree.living()))
             self.wake.wait(0.02)
 
     def sample(self) -> None:
@@ -138,44 +148,18 @@ class Guard:
         self.sample()
         if self.bytes is None or self.bytes >= self.floor:
             return NEAR_SECONDS
-        available, killed = self.bytes, self.kill_tree()
+        available, killed = self.bytes, self.tree.kill(spared=self.daemon.pid)
         if killed:
             self.stops, self.last_stop_ns = self.stops + 1, time.monotonic_ns()
         if killed or not self.under:
             self.sample()
-            self.tell(killed, available, (self.last_kill_ns - first_ns) // 1000 if killed else None)
+            self.tell(killed, available, (self.tree.last_kill_ns - first_ns) // 1000 if killed else None)
         self.under = self.near = True
         return NEAR_SECONDS if killed else FAR_SECONDS
 
-    def kill_tree(self) -> list[Process]:
-        """SIGKILL to every descendant but the daemon; those that had not had it yet, as they were just before."""
-        killed = self.kill(self.known)  # of the last census: no walk of a big /proc before the first signal
-        for _ in range(KILL_ROUNDS):
-            self.everyone = list(walk())
-            more = self.kill(descendants(self.everyone, self.pid))
-            killed += more
-            if not more:
-                break
-        return killed
-
-    def kill(self, targets: list[Process]) -> list[Process]:
-        killed = []
-        for target in sorted(targets, key=lambda each: -each.rss_bytes):
-            if target.alive and target.pid != self.daemon.pid and target.identity not in self.killed:
-                victim = kill(target)
-                if victim:
-                    self.last_kill_ns = time.monotonic_ns()
-                    self.killed.add(victim.identity)
-                    killed.append(victim)
-        return killed
-
     def tell(self, killed: list[Process], available: int, reaction_us: int | None) -> None:
         """The stop on stderr and in guard.jsonl, which may fail: the killing is done."""
-        inside = {each.identity for each in (*killed, *descendants(self.everyone, self.pid))}
-        everyone = {each.identity: each for each in (*self.everyone, *killed)}  # killed: with what they held before
-        young = time.monotonic() - self.counted < CENSUS_NEAR_SECONDS  # it may have counted the hog half grown
-        found = fastest_growing(everyone.values(), self.older if young else self.latest)
-        hog = found and {**found[0].record(), "growth_bytes": found[1], "inside": found[0].identity in inside}
+        hog = self.tree.hog(killed)
         say(f"available {available // MIB} MiB is under the floor of {self.floor // MIB} MiB: killed {len(killed)} "
             f"processes in {reaction_us} us; grew most: "
             + (f"{hog['name']} ({hog['pid']}), +{hog['growth_bytes'] // MIB} MiB" if hog else "nothing"))
@@ -187,43 +171,15 @@ class Guard:
         except OSError as error:
             say(f"{self.directory}/guard.jsonl: not written: {error}")
 
-    def take_census(self) -> Iterator[None]:
-        """Who is there and what they hold, a slice at each turn: who to kill first, and who has grown since."""
-        while True:
-            while time.monotonic() - self.counted < (CENSUS_NEAR_SECONDS if self.near else CENSUS_FAR_SECONDS):
-                yield
-            everyone = []
-            for each in walk():
-                everyone.append(each)
-                if len(everyone) % CENSUS_SLICE == 0:
-                    yield
-            self.known = descendants(everyone, self.pid)
-            self.older, self.latest = self.latest, {each.identity: each.rss_bytes for each in everyone}
-            self.killed &= self.latest.keys()
-            self.counted = time.monotonic()
-
     def publish(self) -> None:
-        sequence, schema, beat_ns = BEAT.unpack_from(self.beat)
-        beat_age_ns = max(0, self.now_ns - beat_ns) if sequence and schema == 1 else UNKNOWN
-        values = (self.pid, self.start_time, self.now_ns, self.samples, UNKNOWN if self.bytes is None else self.bytes,
-                  self.lowest, self.floor, self.stops, self.last_stop_ns or UNKNOWN, self.daemon.pid or UNKNOWN,
-                  self.daemon.starts, self.locked, beat_age_ns)
-        self.sequence += 2
-        PAGE.pack_into(self.page, 0, self.sequence - 1, 1, *values)
-        PAGE.pack_into(self.page, 0, self.sequence, 1, *values)
-
-    def prepare(self) -> None:
-        """Protects this process and says its limits. Raises SystemExit(70) where descendants could not be killed."""
-        try:
-            os.close(os.pidfd_open(self.pid))
-        except OSError as error:
-            raise refuse(f"pidfd_open: {error} (wanted: Linux 5.3, a seccomp profile with it)", SOFTWARE) from None
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        libc.prctl(PR_SET_NAME, b"tightrank-guard", 0, 0, 0)
-        self.locked = lock_memory()
-        say(f"{raise_priority()}, {set_oom_score_adj(-900)}")
-        say(f"floor {self.floor // MIB} MiB: under it every process that the daemon started is killed; available "
-            f"{(self.bytes or 0) // MIB} MiB, the least of {self.available.names()}")
+        beat = self.beat.read()
+        if beat:  # else the last one counts: a daemon that hangs in the middle of a beat grows old too
+            self.beat_ns = beat[0]
+        beat_age_ns = UNKNOWN if self.beat_ns == UNKNOWN else max(0, self.now_ns - self.beat_ns)
+        self.page.write(
+            self.pid, self.start_time, self.now_ns, self.samples, UNKNOWN if self.bytes is None else self.bytes,
+            self.lowest, self.floor, self.stops, self.last_stop_ns or UNKNOWN, self.daemon.pid or UNKNOWN,
+            self.daemon.starts, self.locked, beat_age_ns)
 
 
 def append(path: str, line: bytes) -> None:
@@ -235,10 +191,9 @@ def append(path: str, line: bytes) -> None:
         os.close(descriptor)
 
 
-def main() -> int:
-    if len(sys.argv) != 2:
-        raise refuse("usage: python -I -S -B guard.py <path of guard.json>", CONFIG)
-    orders = read_orders(sys.argv[1])
+def keep(path: str) -> int:
+    """The guard's whole life, under the orders at `path`; the exit code. Whatever happens, it ends the tree."""
+    orders = read_orders(path)
     if orders.lock_descriptor is not None:
         os.set_inheritable(orders.lock_descriptor, False)  # held by the guard alone, for its whole life
     guard = Guard(orders)
@@ -247,6 +202,17 @@ def main() -> int:
         return guard.run()
     finally:
         guard.end()
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        raise refuse("usage: python -I -S -B guard <path of guard.json>", CONFIG)
+    try:
+        return keep(sys.argv[1])
+    except Exception as error:  # noqa: BLE001 - whatever it is, the tree has been ended and the reason is said
+        import traceback  # 1 MiB that only a fault needs
+        say(f"ends by a fault of its own, {type(error).__name__}: {error}\n{traceback.format_exc(limit=-20)}")
+        return SOFTWARE
 
 
 if __name__ == "__main__":
