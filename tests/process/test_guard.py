@@ -5,6 +5,7 @@ import ctypes
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from tightrank_adapter import wire
 
 MIB = 1 << 20
 HOG = [sys.executable, str(ROOT / "tests" / "fakes" / "hog.py")]
-GUARD = [sys.executable, "-I", "-S", "-B", str(SUPERVISOR / "tightrank" / "guard")]
+ROOMS = SUPERVISOR / "tightrank" / "guard"
+GUARD = [sys.executable, "-I", "-S", "-B", str(ROOMS)]
 
 # A daemon: writes what happens to it to a log, starts what it is told, ends as it is told.
 STAND_IN = """
@@ -131,7 +133,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     mark = uuid.uuid4().hex
 
     def begin(*, engines: tuple[list[str], ...] = (TREE,), exits: dict[str, int] | None = None, floor: int = 0,
-              daemon: list[str] | None = None, **popen: Any) -> Guarded:
+              daemon: list[str] | None = None, rooms: Path = ROOMS, **popen: Any) -> Guarded:
         directory = tmp_path / uuid.uuid4().hex
         directory.mkdir(mode=0o700)
         log = directory / "daemon.log"
@@ -139,7 +141,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         orders = write_orders(directory, floor_bytes=floor,
                               daemon_argv=daemon or [sys.executable, "-S", "-c", STAND_IN, json.dumps(options)])
         with (directory / "stderr").open("wb") as stderr:
-            process = subprocess.Popen([*GUARD, str(orders)], stderr=stderr, start_new_session=True,
+            process = subprocess.Popen([*GUARD[:-1], str(rooms), str(orders)], stderr=stderr, start_new_session=True,
                                        env={**os.environ, "GUARD_TEST": mark}, **popen)
         return Guarded(directory, process, log, directory / "stderr")
 
@@ -245,6 +247,32 @@ def test_lock_is_held_by_the_guard_alone(tmp_path: Path, spawn: Callable[..., su
     assert process.wait(timeout=30) == 75  # sleep dies of it: not a clean end
 
 
+FAULT = """
+import os, sys
+whole = Page.write
+def write(self, *values):
+    if os.path.exists(os.path.join(os.path.dirname(sys.argv[1]), "fault")):
+        raise RuntimeError("made up")
+    whole(self, *values)
+Page.write = write
+"""
+
+
+def test_fault_of_the_guard_itself_ends_all_with_70_and_says_where(start: Start, tmp_path: Path) -> None:
+    rooms = shutil.copytree(ROOMS, tmp_path / "guard")
+    with (rooms / "page.py").open("a") as file:
+        file.write(FAULT)
+    guarded = start(rooms=rooms)
+    engines = guarded.wait_for_engines(*TREE_NAMES)
+    daemon = psutil.Process(guarded.page().daemon_pid)
+    (guarded.directory / "fault").touch()
+    assert guarded.exit_code() == 70
+    assert not any(each.is_running() for each in (daemon, *engines))
+    line, *trace = guarded.said().partition("ends by a fault of its own")[2].splitlines()
+    assert "RuntimeError: made up" in line
+    assert any("in publish" in each for each in trace) and trace[-1] == "RuntimeError: made up"
+
+
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -299,6 +327,11 @@ def test_page_tells_what_is_so(start: Start) -> None:
     beat = wire.Page(str(guarded.directory / "daemon.beat"), "Q", True)
     beat.write(time.monotonic_ns() - 5 * 10**9)
     wait_until(lambda: 5 * 10**9 <= guarded.page().daemon_beat_age_ns < 60 * 10**9, what="age of the beat")
+    with (guarded.directory / "daemon.beat").open("r+b") as file:
+        file.write((3).to_bytes(8, "little"))  # hangs in the middle of a beat: the last one grows old
+    wait_until(lambda: 6 * 10**9 <= guarded.page().daemon_beat_age_ns < 60 * 10**9, what="age of the last whole beat")
+    os.kill(page.daemon_pid, signal.SIGKILL)
+    wait_until(lambda: (page := guarded.page()).daemon_starts == 2 and page.daemon_beat_age_ns == UNKNOWN)
     for path in ("guard.page", "daemon.beat"):
         assert (guarded.directory / path).stat().st_mode & 0o777 == 0o600
 

@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +14,11 @@ import processes
 import pytest
 from common import UNKNOWN
 from daemon import Daemon
+from helpers import SUPERVISOR, wait_until
 from memory import Available, Cgroup, memory_cgroups
+from page import Page
 from processes import Process, descendants, fastest_growing, parse_stat, process, walk
+from tightrank_adapter import wire
 
 GIB = 1 << 30
 V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -102,6 +107,44 @@ def test_failed_fork_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, capfd
     assert daemon.pid == 0 and daemon.starts == 0
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
     assert capfd.readouterr().err.count("no more processes") == 1
+
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from page import Page
+page, number = Page(sys.argv[2], 13), 0
+while True:
+    number += 1
+    page.write(*[number] * 13)
+"""
+
+
+def test_reader_never_takes_a_page_that_is_half_written(tmp_path: Path, spawn: Callable[..., object]) -> None:
+    path = str(tmp_path / "page")
+    Page(path, 13)
+    spawn([sys.executable, "-I", "-S", "-c", WRITER, str(SUPERVISOR / "tightrank" / "guard"), path])
+    reader = wire.Page(path, "13Q", False)
+    wait_until(lambda: readable(reader))
+    seen = {values for _ in range(200_000) if (values := readable(reader))}
+    assert len(seen) > 1 and all(set(values) == {values[0]} and values[0] for values in seen)
+
+
+def readable(page: wire.Page) -> tuple[int, ...]:
+    try:
+        return page.read()
+    except wire.WireError:
+        return ()
+
+
+def test_page_reads_only_what_is_whole(tmp_path: Path) -> None:
+    path, page = tmp_path / "page", Page(str(tmp_path / "page"), 1)
+    assert page.read() is None
+    wire.Page(str(path), "Q", True).write(7)
+    assert page.read() == (7,)
+    for torn in ((3, 1, 8), (0, 1, 8), (4, 2, 8)):  # being written, not yet written, of another version
+        path.write_bytes(struct.pack("<QQQ", *torn).ljust(4096, b"\0"))
+        assert page.read() is None
 
 
 def stat(pid: int, name: str, state: str = "S", parent: int = 1, threads: int = 1, start: int = 5) -> bytes:

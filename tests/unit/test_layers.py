@@ -12,6 +12,7 @@ import pytest
 from helpers import INJECT, SUPERVISOR
 
 PACKAGE = SUPERVISOR / "tightrank"
+GUARD = PACKAGE / "guard"
 # A module imports from lower layers and from its own package only. Each name is a file or package under tightrank/.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("records", "errors", "adapter", "__init__"),
@@ -78,6 +79,13 @@ def test_there_are_no_cycles() -> None:
     graphlib.TopologicalSorter(graph).prepare()      # raises CycleError, which names the files
 
 
+def test_the_guard_hides_no_standard_module_and_has_no_cycles() -> None:
+    """It is run as a directory, which comes first in sys.path."""
+    rooms = {path.stem: {full.split(".")[0] for full in imports(path)} for path in GUARD.glob("*.py")}
+    assert "__main__" in rooms and not rooms.keys() & sys.stdlib_module_names
+    graphlib.TopologicalSorter({room: found & rooms.keys() for room, found in rooms.items()}).prepare()
+
+
 def test_every_module_has_its_layer() -> None:
     unknown = {name for name, _ in modules()} - set(LEVEL) - ALONE
     assert not unknown, f"give {sorted(unknown)} a place in LAYERS"
@@ -86,8 +94,9 @@ def test_every_module_has_its_layer() -> None:
 @pytest.mark.parametrize(("name", "path"), [pytest.param(*item, id=str(item[1].relative_to(PACKAGE))) for item in modules()])
 def test_imports_go_down(name: str, path: Path) -> None:
     if name in ALONE:
+        rooms = {room.stem for room in GUARD.glob("*.py")} if path.parent == GUARD else set()
         assert ours(path) == set()
-        assert {full.split(".")[0] for full in imports(path)} <= sys.stdlib_module_names
+        assert {full.split(".")[0] for full in imports(path)} <= sys.stdlib_module_names | rooms
         return
     wrong = {part for part in ours(path) - {name} if LEVEL[part] >= LEVEL[name]}
     assert not wrong, f"{name} (layer {LEVEL[name]}) imports {sorted(wrong)}"

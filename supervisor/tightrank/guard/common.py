@@ -10,7 +10,7 @@ TEMPORARY, SOFTWARE, CONFIG = 75, 70, 78  # exit codes, as in sysexits.h
 
 
 def say(text: str) -> None:
-    """One line on stderr. Dropped when stderr is full: a reader that hangs must not hang the guard."""
+    """A message on stderr, at most 4096 bytes. Dropped when stderr is full: a reader that hangs must not hang the guard."""
     try:
         if select.select([], [2], [], 0)[1]:
             os.write(2, f"tightrank-guard: {text}\n".encode()[:4096])
