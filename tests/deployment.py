@@ -83,6 +83,9 @@ class Deployment:
     def wait_phase(self, *phases: str, timeout: float = 30, generation: int | None = None) -> dict[str, Any]:
         """The worker's status once its phase is one of `phases` (in that generation, when given)."""
         def there() -> dict[str, Any] | None:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                pytest.fail(f"tightrank ended with {self.process.returncode}")
             time.sleep(0.1)         # the supervisor has better things to do than to answer us
             worker = self.worker()
             right = worker and worker["phase"] in phases and generation in (None, worker["generation"])

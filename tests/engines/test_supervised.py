@@ -35,7 +35,7 @@ Make = Callable[..., Deployment]
 def make(tmp_path: Path, dense_model: str) -> Iterator[Make]:
     made: list[Deployment] = []
 
-    def build(engine: str, args: tuple[str, ...] | None = None, env: dict[str, str] | None = None,
+    def build(engine: str, args: tuple[str, ...] | None = None, env: dict[str, str | None] | None = None,
               command: list[str] | None = None, **options: Any) -> Deployment:
         options["settings"] = {"limits": {"drain": "30s", **options.get("settings", {}).get("limits", {})}}
         program = CACHE / "envs" / engine
@@ -43,7 +43,8 @@ def make(tmp_path: Path, dense_model: str) -> Iterator[Make]:
         deployment = Deployment(
             tmp_path, engine=engine, model=Path(dense_model), command=command or [str(program / head), *rest],
             args=(*CPU_ARGUMENTS[engine], *(POOL[engine] if args is None else args)),
-            env={**ENVIRONMENTS[engine], **(env or {})}, **options)
+            env={name: value for name, value in {**ENVIRONMENTS[engine], **(env or {})}.items() if value is not None},
+            **options)
         made.append(deployment)
         return deployment.up()
 
@@ -99,11 +100,11 @@ def refused_when_too_long(deployment: Deployment, engine: str, context: int) -> 
 
 
 @pytest.mark.parametrize(("engine", "args", "env", "cause", "flag"), [
-    ("vllm", ("--kv-cache-memory-bytes", "1000000"), {"VLLM_CPU_KVCACHE_SPACE": "0"}, "context-exceeds-kv-pool",
+    ("vllm", ("--kv-cache-memory-bytes", "8000000"), {"VLLM_CPU_KVCACHE_SPACE": None}, "context-exceeds-kv-pool",
      "--max-model-len"),
     ("sglang", ("--mem-fraction-static", "0.0001"), {}, "kv-pool-too-small", "--mem-fraction-static")])
 def test_a_sizing_error_is_told_within_a_second_and_never_restarted(
-        make: Make, engine: str, args: tuple[str, ...], env: dict[str, str], cause: str, flag: str) -> None:
+        make: Make, engine: str, args: tuple[str, ...], env: dict[str, str | None], cause: str, flag: str) -> None:
     deployment = make(engine, args, env)
     deployment.wait_phase("failed", timeout=START_SECONDS)
     answer = deployment.get("/readyz")
