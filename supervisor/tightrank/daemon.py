@@ -5,6 +5,7 @@ engines: their parent-death signal is bound to it); HTTP, log writing and probes
 """
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -29,8 +30,8 @@ from tightrank.report import Board, Journal
 from tightrank.watch import Watch
 from tightrank.worker import Surroundings, Worker
 
-CALM_SECONDS, BUSY_SECONDS = 1.0, 0.25       # between ticks when nothing happens; a death or a line wakes at once
-CALM_TABLE_SECONDS, BUSY_TABLE_SECONDS = 5.0, 0.25
+CALM_SECONDS, BUSY_SECONDS = 5.0, 0.25       # between ticks when nothing happens; a death, a line or a record wakes at once
+CALM_TABLE_SECONDS, BUSY_TABLE_SECONDS = 15.0, 0.25
 COALESCE_SECONDS = 0.02                      # what comes together is read together
 FAULTS_IN_A_ROW = 20                         # ticks that raise, then the daemon ends and the guard starts it again
 _ENDED = (Phase.STOPPED, Phase.FAILED)
@@ -93,6 +94,8 @@ class Daemon:
         self._end_leftovers()
         app = api.create(self.board, self.journal, self.requests, self._api_settings())
         server = api.serve(app, listening)
+        gc.collect()
+        gc.freeze()                          # what is there now stays: no collection needs to walk it in a tick
         try:
             return self._loop()
         finally:

@@ -111,7 +111,7 @@ def test_leftovers_are_found_by_their_mark(tmp_path: Path) -> None:
         (tmp_path / str(pid) / "environ").write_bytes(environment)
         (tmp_path / str(pid) / "stat").write_text(STAT.format(name="x"))
     (tmp_path / "8").mkdir()                # one that we may not read
-    assert [found.pid for found in marked("abc", tmp_path)] == [5]
+    assert [found.pid for found in marked("abc", str(tmp_path))] == [5]
 
 
 def test_the_guards_page_and_last_record(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ _NO_LIMIT_BYTES = 1 << 60      # v1 writes 2**63 rounded down to a page for "no 
 
 @dataclass(frozen=True, slots=True)
 class _Cgroup:
-    directory: Path
+    directory: str
     version: int
 
     def room(self) -> tuple[int, int] | None:
@@ -25,12 +25,17 @@ class _Cgroup:
             2: ("memory.max", "memory.current", "inactive_file"),
             1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         }[self.version]
-        text = (self.directory / limit_file).read_text().strip()
+        text = _text(f"{self.directory}/{limit_file}").strip()
         if text == "max" or int(text) >= _NO_LIMIT_BYTES:
             return None
-        current = int((self.directory / current_file).read_text())
-        cache = _table((self.directory / "memory.stat").read_text())[cache_key]
+        current = int(_text(f"{self.directory}/{current_file}"))
+        cache = _table(_text(f"{self.directory}/memory.stat"))[cache_key]
         return int(text), int(text) - max(current - cache, 0)
+
+
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
 
 
 def _table(text: str) -> dict[str, int]:
@@ -39,7 +44,7 @@ def _table(text: str) -> dict[str, int]:
 
 def meminfo(text: str) -> dict[str, int]:
     """/proc/meminfo in bytes. Lines that are not `Name: N kB` are left out."""
-    found = {}
+    found: dict[str, int] = {}
     for line in text.splitlines():
         name, _, rest = line.partition(":")
         fields = rest.split()
@@ -78,7 +83,7 @@ class MemoryReader:
 
     def _meminfo(self, why: list[str]) -> tuple[int | None, int | None]:
         try:
-            values = meminfo((self._proc / "meminfo").read_text())
+            values = meminfo(_text(f"{self._proc}/meminfo"))
             return values["MemTotal"], values["MemAvailable"]
         except (OSError, KeyError) as error:
             why.append(f"meminfo: {error}")
@@ -98,7 +103,7 @@ class MemoryReader:
 
     def _pressure(self) -> tuple[float | None, float | None]:
         try:
-            found = pressure((self._proc / "pressure" / "memory").read_text())
+            found = pressure(_text(f"{self._proc}/pressure/memory"))
         except (OSError, ValueError):
             return None, None
         return found.get("some"), found.get("full")
@@ -122,4 +127,4 @@ def _groups(proc: Path, root: Path) -> Iterator[_Cgroup]:
         for part in (relative, *relative.parents):
             # in a container /proc/self/cgroup may name the host's path; then the mount itself is our group
             if (mount / part / limit).exists():
-                yield _Cgroup(mount / part, version)
+                yield _Cgroup(str(mount / part), version)

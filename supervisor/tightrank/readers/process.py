@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from tightrank.records import ProcessId, ProcessReading
 
@@ -44,7 +43,7 @@ class ProcessTable:
             self._children.setdefault(process.parent_pid, []).append(process)
 
     @classmethod
-    def read(cls, proc: Path = Path("/proc")) -> ProcessTable:
+    def read(cls, proc: str = "/proc") -> ProcessTable:
         found = []
         for entry in os.listdir(proc):
             if entry.isdigit():
@@ -75,10 +74,11 @@ class ProcessTable:
         return [self.by_pid[pid] for pid in sorted(seen) if pid in self.by_pid]
 
 
-def read_process(pid: int, proc: Path = Path("/proc")) -> Process | None:
+def read_process(pid: int, proc: str = "/proc") -> Process | None:
     """None when there is no such process (any more)."""
     try:
-        return parse_stat(pid, (proc / str(pid) / "stat").read_text(errors="replace"))
+        with open(f"{proc}/{pid}/stat", "rb") as file:
+            return parse_stat(pid, file.read().decode(errors="replace"))
     except (OSError, ValueError):
         return None
 
@@ -88,7 +88,7 @@ def reading(process: Process, role: str | None) -> ProcessReading:
                           process.cpu_seconds, role)
 
 
-def marked(mark: str, proc: Path = Path("/proc")) -> list[ProcessId]:
+def marked(mark: str, proc: str = "/proc") -> list[ProcessId]:
     """Processes whose environment holds TIGHTRANK_RUN=`mark` (or a mark that begins with it): the tree of a supervisor
     that died whole. Reading another user's environment is not allowed and such processes are not ours."""
     found = []
@@ -96,7 +96,8 @@ def marked(mark: str, proc: Path = Path("/proc")) -> list[ProcessId]:
         if not entry.isdigit():
             continue
         try:
-            environment = (proc / entry / "environ").read_bytes().split(b"\0")
+            with open(f"{proc}/{entry}/environ", "rb") as file:
+                environment = file.read().split(b"\0")
         except OSError:
             continue
         if any(item.startswith(b"TIGHTRANK_RUN=" + mark.encode()) for item in environment):
