@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import ipaddress
 import queue
+import re
 import socket
 import threading
 import time
@@ -21,13 +22,13 @@ from typing import Annotated, Any, Literal
 import uvicorn
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from tightrank import __version__
 from tightrank.admission import AdmissionRequest, admit, restart_seconds
-from tightrank.edge import BodyLimit, EventStream, error_response, validation_error
+from tightrank.edge import BodyLimit, Connection, EventStream, JsonResponse, error_response, validation_error
 from tightrank.metrics import CONTENT_TYPE, render
 from tightrank.records import Status
 from tightrank.report import Board, Journal, ready_json, status_json
@@ -37,7 +38,6 @@ MOST_TOKENS = 10**9
 MOST_REQUESTS = 64             # waiting for the tick
 
 Action = Literal["drain", "resume", "restart"]
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,12 @@ def _health(parts: _Parts) -> APIRouter:
     def livez() -> Response:
         """200 while the supervisor's own loop turns."""
         alive = parts.board.fresh(STALE_SECONDS)
-        return JSONResponse({"alive": alive}, 200 if alive else 503)
+        return JsonResponse({"alive": alive}, 200 if alive else 503)
 
     @router.get("/startupz")
     def startupz() -> Response:
         """200 once every worker has been ready."""
-        return JSONResponse({"started": parts.board.started}, 200 if parts.board.started else 503)
+        return JsonResponse({"started": parts.board.started}, 200 if parts.board.started else 503)
 
     @router.get("/readyz")
     @router.get("/health", include_in_schema=False)
@@ -124,8 +124,8 @@ def _health(parts: _Parts) -> APIRouter:
         status = parts.status()
         if not parts.board.fresh(STALE_SECONDS):
             stale = "the supervisor's loop has stopped"
-            return JSONResponse({**ready_json(status), "ready": False, "reason": stale}, 503)
-        return JSONResponse(ready_json(status), 200 if status.ready else 503, _retry_after(status))
+            return JsonResponse({**ready_json(status), "ready": False, "reason": stale}, 503)
+        return JsonResponse(ready_json(status), 200 if status.ready else 503, _retry_after(status))
 
     return router
 
@@ -142,12 +142,12 @@ def _reading(parts: _Parts) -> APIRouter:
     @router.get("/status")
     def status() -> Response:
         """Everything known about the deployment now."""
-        return JSONResponse(status_json(parts.status()))
+        return JsonResponse(status_json(parts.status()))
 
     @router.get("/plan")
     def plan() -> Response:
         """What was planned when the deployment came up."""
-        return JSONResponse(dict(parts.settings.plan))
+        return JsonResponse(dict(parts.settings.plan))
 
     @router.get("/metrics")
     def metric() -> Response:
@@ -159,7 +159,7 @@ def _reading(parts: _Parts) -> APIRouter:
     def steps(worker: Annotated[str, Query(max_length=128)], since: Annotated[int, Query(ge=0)] = 0) -> Response:
         """The latest prefill steps of one worker, those with an `id` over `since`."""
         _known(parts, worker)
-        return JSONResponse({"worker": worker, "steps": parts.board.steps(worker, since)})
+        return JsonResponse({"worker": worker, "steps": parts.board.steps(worker, since)})
 
     @router.get("/events")
     async def events(request: Request, since: Annotated[int, Query(ge=0)] = 0,
@@ -167,8 +167,10 @@ def _reading(parts: _Parts) -> APIRouter:
         """Events after `since`, oldest first; a live stream (SSE) when the client accepts text/event-stream."""
         if "text/event-stream" in request.headers.get("accept", ""):
             last = request.headers.get("last-event-id", "")
-            return EventStream(parts.journal, int(last) if last.isascii() and last.isdigit() else since)
-        return JSONResponse({"events": parts.journal.since(since, limit), "last": parts.journal.sequence})
+            start = int(last) if re.fullmatch(r"[0-9]{1,18}", last) else since
+            # A number that is still to come is of a journal that was removed since.
+            return EventStream(parts.journal, start if start <= parts.journal.sequence else 0)
+        return JsonResponse({"events": parts.journal.since(since, limit), "last": parts.journal.sequence})
 
     @router.post("/admission")
     def admission(body: Admission) -> Response:
@@ -178,7 +180,7 @@ def _reading(parts: _Parts) -> APIRouter:
                                       f"{body.prompt_tokens}", "param": "cached_tokens", "code": "invalid_value"})
         verdict = admit(parts.status(), AdmissionRequest(**body.model_dump()), time.time())
         if verdict.status == 200:
-            return JSONResponse(verdict.body())
+            return JsonResponse(verdict.body())
         raise HTTPException(verdict.status, {"message": verdict.message, "param": verdict.param, "code": verdict.code,
                                              "largest_prompt_tokens": verdict.largest_prompt_tokens},
                             {"Retry-After": str(verdict.retry_after_seconds)} if verdict.retry_after_seconds else None)
@@ -201,7 +203,7 @@ def _writing(parts: _Parts) -> APIRouter:
         except queue.Full:
             raise HTTPException(503, {"message": "too many requests wait for the supervisor's loop", "code": "busy"},
                                 {"Retry-After": "1"})
-        return JSONResponse({"accepted": True, "worker": name, "action": action,
+        return JsonResponse({"accepted": True, "worker": name, "action": action,
                              "message": _SENTENCES[action].format(name)}, 202)
 
     return router
@@ -240,8 +242,13 @@ _public_wrong = ("writes are off: this address is public and there is no token; 
                  "TIGHTRANK_TOKEN, or bind http.host to 127.0.0.1")
 
 
+# Read off the header itself: `request.url` takes our own address where it finds a Host odd (evil_name.example is).
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(?::[0-9]{1,5})?")
+
+
 def _loopback_wrong(request: Request) -> str:
-    if not is_loopback(request.url.hostname or ""):
+    host = _HOST.fullmatch(request.headers.get("host", ""))
+    if host is None or not is_loopback(host[1]):
         return f"Host {request.headers.get('host', '')[:80]!r}: writes need a loopback name or address as Host"
     if request.headers.get("x-tightrank") != "1":
         return "writes need the header X-Tightrank: 1"
@@ -285,7 +292,7 @@ class Server:
     """uvicorn in a thread of its own, on a socket that is bound already: one in use is found before any start."""
 
     def __init__(self, app: FastAPI, listening: socket.socket) -> None:
-        config = uvicorn.Config(app, http="h11", ws="none", loop="asyncio", lifespan="off", log_level="warning",
+        config = uvicorn.Config(app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_level="warning",
                                 access_log=False, server_header=False, date_header=False, timeout_graceful_shutdown=1)
         self._server = _Quiet(config)
         self._thread = threading.Thread(target=self._server.run, args=([listening],), name="http", daemon=True)

@@ -1,4 +1,4 @@
-"""The HTTP edge: errors in OpenAI's shape, the limit on bodies, and the event stream."""
+"""The HTTP edge: errors in OpenAI's shape, the limits on bodies and connections, and the event stream."""
 from __future__ import annotations
 
 import asyncio
@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tightrank.report import Journal
 
@@ -18,14 +19,37 @@ BODY_BYTES = 64 << 10
 BODY_SECONDS = 10.0
 BEAT_SECONDS = 5.0           # a comment this often keeps proxies and clients from giving up
 SEND_SECONDS = 10.0          # a client that takes nothing for this long is dropped; it comes back with Last-Event-ID
+REQUEST_SECONDS = 15.0       # for a new connection's first request to have come whole
+CONNECTIONS = 256            # each costs a descriptor of the daemon, which needs its own (1024 is a usual limit)
 STREAMS = 32                 # open event streams; each costs a socket and a task
 
 
-def _error(status: int, detail: dict[str, Any], headers: Any = None) -> JSONResponse:
+class JsonResponse(JSONResponse):
+    """In ASCII: text of an engine or a path may hold what UTF-8 cannot (lone surrogates), and must not cost the answer."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+class Connection(H11Protocol):
+    """A connection that may cost no more than a descriptor for a while: one too many, or without a request, is closed."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            transport.abort()
+        self.loop.call_later(REQUEST_SECONDS, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.abort()
+
+
+def _error(status: int, detail: dict[str, Any], headers: Any = None) -> JsonResponse:
     extra = {key: detail.pop(key) for key in ("largest_prompt_tokens",) if detail.get(key) is not None}
     error = {"message": detail["message"], "type": "invalid_request_error" if status < 500 else "server_error",
              "param": detail.get("param"), "code": detail.get("code")}
-    return JSONResponse({"error": error, **extra, "source": "tightrank"}, status, headers)
+    return JsonResponse({"error": error, **extra, "source": "tightrank"}, status, headers)
 
 
 async def error_response(request: Request, error: Exception) -> Response:

@@ -153,9 +153,9 @@ def _worker(worker: WorkerStatus) -> Iterator[Sample]:
 def _rank(worker: WorkerStatus, rank: RankReading) -> Iterator[Sample]:
     labels = {"worker": worker.name, "rank": "" if rank.rank is None else str(rank.rank), "role": rank.role}
     yield "rank_available_bytes", labels, rank.available_bytes
-    yield "rank_beat_age_seconds", labels, rank.beat_age_seconds
-    if rank.beat_age_seconds is None:
+    if rank.beat_age_seconds is None or rank.loops < 2:      # 1 is the hello's own: no loop of this process has turned
         return
+    yield "rank_beat_age_seconds", labels, rank.beat_age_seconds
     yield "rank_in_flight", labels, rank.in_flight
     yield "prefill_steps_total", labels, rank.steps
     yield "prefill_tokens_total", labels, rank.prefill_tokens

@@ -14,6 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from tightrank.diagnose import without_secrets
 from tightrank.errors import CAUSES
 from tightrank.records import Diagnosis, Event, Status, WorkerStatus
 
@@ -74,8 +75,8 @@ class Journal:
         for old in (path.with_name(path.name + ".1"), path):
             with contextlib.suppress(FileNotFoundError):
                 self._ring.extend(read_events(old))
-        self._sequence = self._ring[-1]["sequence"] if self._ring else 0
-        self._descriptor = self._open()
+        self._sequence = max((event["sequence"] for event in self._ring), default=0)
+        self._descriptor = _open(path)
         self._torn = self._ends_torn()
 
     def append(self, event: Event) -> int:
@@ -118,10 +119,6 @@ class Journal:
         with self._lock:
             self._listeners = tuple(other for other in self._listeners if other is not wake)
 
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self._path, flags, 0o600)
-
     def _ends_torn(self) -> bool:
         size = os.fstat(self._descriptor).st_size
         return size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
@@ -139,13 +136,23 @@ class Journal:
     def _rotate(self, coming: int) -> None:
         if os.fstat(self._descriptor).st_size + coming <= self._rotate_bytes:
             return
-        names = [self._path, *(self._path.with_name(f"{self._path.name}.{n}") for n in range(1, KEEP_FILES + 1))]
-        for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
-            with contextlib.suppress(FileNotFoundError):
-                newer.replace(older)
-        fresh = self._open()
+        coming_path = self._path.with_name(self._path.name + ".new")
+        fresh = _open(coming_path)           # first: where none can be made, the older files must stay where they are
+        names = [coming_path, self._path,
+                 *(self._path.with_name(f"{self._path.name}.{n}") for n in range(1, KEEP_FILES + 1))]
+        try:
+            for older, newer in zip(reversed(names), reversed(names[:-1]), strict=False):
+                with contextlib.suppress(FileNotFoundError):
+                    newer.replace(older)
+        except OSError:
+            os.close(fresh)
+            raise
         os.close(self._descriptor)
         self._descriptor, self._torn = fresh, False
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 class Board:
@@ -184,12 +191,13 @@ class Board:
 
 
 def status_json(status: Status, now_monotonic: float | None = None) -> Json:
-    """`status` as plain JSON in a stable order; times of CLOCK_MONOTONIC become ages in seconds."""
+    """`status` as plain JSON in a stable order; times of CLOCK_MONOTONIC become ages in seconds. Anyone may read it."""
     now = time.monotonic() if now_monotonic is None else now_monotonic
     body: Json = plain(status)
     body["updated_age_seconds"] = round(now - body.pop("updated_monotonic"), 3)
     body["memory"]["age_seconds"] = round(now - body["memory"].pop("monotonic"), 3)
-    body["workers"] = [{**entry, "diagnosis": diagnosis_json(worker.diagnosis)}
+    body["workers"] = [{**entry, "diagnosis": diagnosis_json(worker.diagnosis),
+                        "log_tail": [without_secrets(line) for line in worker.log_tail]}
                        for entry, worker in zip(body["workers"], status.workers, strict=True)]
     return body
 

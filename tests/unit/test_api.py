@@ -348,3 +348,48 @@ def test_an_open_stream_does_not_hold_up_the_end(tmp_path: Path) -> None:
 def test_a_taken_port_is_an_error_before_anything_starts() -> None:
     with bind("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
         bind("127.0.0.1", first.getsockname()[1])
+
+
+@pytest.mark.parametrize("host", ["evil_name.example", "localhost@evil.example", "[", "127.0.0.1/..", "a b", ""])
+def test_a_host_that_is_odd_is_not_taken_for_ours(shared: Api, host: str) -> None:
+    """A rebound name with an underscore is a valid page's origin, and Starlette reads it as our own address."""
+    head = "".join(f"{name}: {value}\r\n" for name, value in WRITE.items())
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=20) as raw:
+        raw.sendall(f"POST /workers/w0/drain HTTP/1.1\r\nHost: {host}\r\n{head}Content-Length: 2\r\nConnection: close\r\n"
+                    "\r\n{}".encode())
+        assert raw.makefile("rb").readline().split()[1] == b"403"
+    assert shared.requests.empty()
+
+
+@pytest.mark.parametrize("last", ["9" * 5000, "100000", "-1", "x"])
+def test_an_event_number_that_cannot_be_starts_from_the_beginning(api: Api, last: str) -> None:
+    happen(api, "a", "b")
+    with stream(api, {"Last-Event-ID": last}) as response:
+        assert [event["sentence"] for event in read(response, 2)] == ["a", "b"]
+
+
+def test_text_that_is_no_unicode_costs_no_answer(api: Api) -> None:
+    api.board.publish(status(worker(reason="a path: \udcff")))
+    assert api.get("/status").json()["workers"][0]["reason"] == "a path: \udcff"
+
+
+def test_a_connection_that_asks_nothing_is_closed(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightrank.edge.REQUEST_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", api.port), timeout=20) as raw:
+        raw.sendall(b"GET /livez HTTP/1.1\r\nHost:")
+        assert _ended(raw)
+
+
+def test_one_connection_too_many_is_closed_and_the_others_are_served(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert api.get("/livez").status_code == 200
+    monkeypatch.setattr("tightrank.edge.CONNECTIONS", 1)
+    with socket.create_connection(("127.0.0.1", api.port), timeout=20) as raw:
+        assert _ended(raw)
+    assert api.get("/livez").status_code == 200
+
+
+def _ended(raw: socket.socket) -> bool:
+    try:
+        return raw.recv(1) == b""
+    except ConnectionResetError:
+        return True

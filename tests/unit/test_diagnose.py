@@ -329,3 +329,10 @@ def test_a_text_quoted_after_other_words_decides_nothing(before: str, case: tupl
     engine, text = case
     quoted = "said: " + before + text.replace("\x1b[0;36m", "").replace("\x1b[0;0m", "")
     assert deciding_line(engine, lines(quoted.replace("\x1b", ""))[0]) is None
+
+
+@pytest.mark.parametrize("size", ["0.0/0.0", "1.2.3/80.0", "9" * 400 + "/80.0", "9" * 400 + "/" + "9" * 400])
+def test_numbers_without_sense_leave_the_verdict(size: str) -> None:
+    found = deciding_line("vllm", *lines(WORKER + f"ValueError: Free memory on device cuda:0 ({size} GiB) on startup is less "
+                                         "than desired GPU memory utilization (0.92, 73.6 GiB)."))
+    assert found and found.cause == "device-memory-taken" and found.change == "see the numbers in the line"

@@ -73,3 +73,11 @@ def test_hostile_names_stay_one_label() -> None:
 def test_before_the_first_tick() -> None:
     assert set(series(render(None))) >= {"process_resident_bytes", "journal_lost_events_total"}
     assert "tightrank_up" not in render(None)
+
+
+def test_a_process_without_a_loop_has_no_beat_that_grows_old() -> None:
+    """The engine's HTTP process and the detokenizer say hello and never beat."""
+    found = series(render(status(worker(ranks=(rank(), rank(role="detokenizer", rank=None, loops=1, beat_age_seconds=900.0))))))
+    assert [key for key in found if key.startswith("rank_beat_age")] == [
+        'rank_beat_age_seconds{worker="w0",rank="0",role="scheduler"}']
+    assert 'rank_available_bytes{worker="w0",rank="",role="detokenizer"}' in found

@@ -191,3 +191,25 @@ def test_ready_names_cause_change_and_evidence() -> None:
 
 def test_plain_takes_anything() -> None:
     assert plain({1: (Path("/x"), {2}, b"y", math.inf)}) == {"1": ["/x", [2], "b'y'", None]}
+
+
+def test_output_is_shown_without_the_secrets_that_an_engine_prints() -> None:
+    tail = ("server_args={'api_key': 'sk-1', 'port': 1}", "api_key=['sk-1', 'sk-2'], port=2", "Authorization: Bearer sk-1",
+            "ready")
+    shown = status_json(status(worker(log_tail=tail)))["workers"][0]["log_tail"]
+    assert "sk-" not in str(shown)
+    assert shown[0].endswith("'port': 1}") and shown[1].endswith("port=2") and shown[3] == "ready"
+
+
+def test_a_rotation_that_cannot_make_its_file_moves_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(path, rotate_bytes=200)
+    for number in range(6):
+        journal.append(event(f"{number}"))
+    held = {item.name: item.read_bytes() for item in path.parent.iterdir()}
+    assert len(held) > 3
+    (path.parent / "elsewhere").touch()
+    (path.parent / "journal.jsonl.new").symlink_to("elsewhere")           # refused as ENOSPC would be: an OSError
+    for _ in range(5):
+        journal.append(event("x" * 100))
+    assert journal.lost == 5
+    assert {name: (path.parent / name).read_bytes() for name in held} == held

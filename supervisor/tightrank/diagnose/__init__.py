@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from tightrank.diagnose import common, sglang, vllm
 from tightrank.diagnose.signature import Rank, Signature
@@ -34,7 +35,8 @@ _PREFIXES = re.compile(
 _EXCEPTION = re.compile(r"(?:(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*Error|\w*Exception): |Value error, |Assertion failed, )")
 _UNITS = {"_gib": 2.0**30, "_mib": 2.0**20, "_gb": 1e9}
 _NAME = r"(?:api[_-]?key|[_-]token|secret|password)(?![a-z])"
-_SECRET = re.compile(rf"""(?i)(--?[\w-]*{_NAME}\s+|{_NAME}['"]?\s*[=:]\s*['"]?)[^\s,'")]+""")
+_VALUE = r"""(?:\[[^\]]*\]?|[^\s,'")\]]+)"""      # a word, or a list of them
+_SECRET = re.compile(rf"""(?i)(--?[\w-]*{_NAME}\s+|{_NAME}['"]?\s*[=:]\s*['"]?|\bbearer\s+){_VALUE}""")
 _UNKNOWN_ARGUMENTS = re.compile(r"(?<=unrecognized arguments: ).*")
 
 
@@ -121,7 +123,11 @@ def _match(signature: Signature, message: _Message, stream: str) -> re.Match[str
 def _verdict(hit: _Hit, lines: Sequence[Line]) -> Diagnosis:
     groups = {name: value for name, value in hit.match.groupdict().items() if value is not None}
     numbers = _numbers(groups)
-    words = _Words(groups | dict(hit.signature.derive(numbers)))
+    try:
+        derived = hit.signature.derive(numbers)
+    except (KeyError, ArithmeticError):      # numbers that make no sense: the verdict stands, without a computed value
+        derived = {"change": "see the numbers in the line"}
+    words = _Words(groups | dict(derived))
     return _made(hit.signature.cause, hit.signature.summary.format_map(words), (lines[hit.position],),
                  hit.signature.change.format_map(words), numbers=numbers, confidence=hit.signature.confidence)
 
@@ -138,6 +144,8 @@ def _numbers(groups: Mapping[str, str]) -> dict[str, float]:
         if re.fullmatch(r"-?\d+(?:\.\d+)?", text):
             unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
             value = float(text) * _UNITS.get(unit, 1.0)
+            if not isfinite(value):
+                continue
             key = name.removesuffix(unit) + "_bytes" if unit else name
             found[key] = int(value) if unit or value.is_integer() else value
     return found
@@ -149,9 +157,14 @@ def _made(cause: str, summary: str, evidence: Sequence[Line], change: str, *,
                      CAUSES[cause].restart_helps, numbers or {}, confidence)
 
 
+def without_secrets(text: str) -> str:
+    """A line of output to show: what follows a name like `api_key` or `--hf-token` is masked (SGLang prints them)."""
+    return _SECRET.sub(r"\1***", text)
+
+
 def _clean(text: str) -> str:
     """For people, without secrets: of arguments that the engine does not know only the names are kept."""
-    text = _SECRET.sub(r"\1***", _ANSI.sub("", text[:MESSAGE_CHARACTERS]).rstrip())
+    text = without_secrets(_ANSI.sub("", text[:MESSAGE_CHARACTERS]).rstrip())
     return _UNKNOWN_ARGUMENTS.sub(lambda match: _names(match[0]), text)[:EVIDENCE_CHARACTERS]
 
 
