@@ -14,7 +14,8 @@ def _boot():
         from tightrank_adapter import boot
         boot.start()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - an engine must start whatever is wrong with us
-        sys.stderr.write("tightrank adapter: not started: %s: %s\n" % (type(error).__name__, error))
+        if sys.stderr is not None:
+            sys.stderr.write("tightrank adapter: not started: %s: %s\n" % (type(error).__name__, error))
 
 
 def _run_displaced():
@@ -33,5 +34,7 @@ def _run_displaced():
     spec.loader.exec_module(module)
 
 
-_boot()
-_run_displaced()
+try:
+    _boot()
+finally:
+    _run_displaced()

@@ -101,6 +101,14 @@ def test_two_adapters_on_the_path_end_with_the_displaced_one(place: Place, tmp_p
     assert place.python("print('on')", True, other).stdout == "displaced\non\n"
 
 
+def test_without_a_stderr_a_refused_run_directory_costs_neither_the_process_nor_the_displaced_one(place: Place) -> None:
+    place.write("sitecustomize.py", "print('displaced')")
+    place.run.chmod(0o755)
+    done = subprocess.run(["sh", "-c", f"exec {sys.executable} -c \"print('on')\" 2>&-"], env=place.environment(), text=True,
+                          stdout=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "displaced\non\n")
+
+
 def test_the_start_imports_nothing_that_costs(place: Place) -> None:
     code = (
         "import sys; print(*(n for n in ('json', 'socket', 'ctypes', 'threading', 'typing', 'mmap') if n in sys.modules))")
@@ -245,6 +253,15 @@ def is_running(pid: int) -> bool:
 def test_a_rank_dies_with_its_parent(child: Callable[[str], int]) -> None:
     pid = child("engine-core")
     wait_until(lambda: not is_running(pid), 10, "the child is gone")
+
+
+def test_a_rank_that_a_fork_server_made_is_no_orphan(place: Place) -> None:
+    """The server, not the process that asked for it, is its parent."""
+    place.write("child.py", "def run():\n    from tightrank_adapter import rank\n    rank.hello('engine-core')\n")
+    done = place.python("import multiprocessing as m, child; p = m.get_context('forkserver').Process(target=child.run); "
+                        "p.start(); p.join(); print(p.exitcode)")
+    assert done.stdout == "0\n", done.stderr
+    assert [hello.role for hello in place.hellos()] == ["engine-core"]
 
 
 IMPORTS = """

@@ -185,3 +185,23 @@ def test_steps_and_beats_are_counted(begin: Callable[..., Adapter]) -> None:
     adapter.rank.beat()
     beat = adapter.wire.BeatReader(str(adapter.directory), os.getpid()).read()
     assert (beat.steps, beat.prefill_tokens, beat.in_flight) == (1, 25, 4)
+
+
+def test_a_fact_that_json_cannot_hold_spoils_no_later_hello(begin: Callable[..., Adapter], engine: type[Engine]) -> None:
+    adapter = begin()
+    adapter.fault.wrap(engine, "run", "ranks", before=lambda self, first: adapter.rank.fact("kv_tokens", {first}))
+    assert engine().run(1) == 1
+    adapter.rank.fact("other", 2)
+    facts = adapter.hello().facts
+    assert facts["other"] == 2 and "kv_tokens" not in facts
+    assert "not JSON serializable" in facts["faults"][0]["error"]
+
+
+def test_a_kernel_that_starts_no_new_peak_gives_none(begin: Callable[..., Adapter], monkeypatch: pytest.MonkeyPatch) -> None:
+    begin()
+    peak = importlib.import_module("tightrank_adapter.peak")
+    peak.reset()
+    assert peak.read() > 0
+    monkeypatch.setattr(peak, "_CLEAR_REFS", "/proc/self/no_such_file")
+    peak.reset()
+    assert peak.read() is None

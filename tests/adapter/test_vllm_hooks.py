@@ -58,7 +58,8 @@ print(json.dumps({"output": vars(output), "name": type(scheduler).__qualname__})
 def drive(directory: Path, page: int | None = None, **more: Any) -> tuple[wire.Hello, dict[str, Any]]:
     """Runs PROGRAM as an engine core: its hello, and what its scheduler put out."""
     directory.chmod(0o700)
-    wire.write_settings(str(directory), wire.Settings("w", 1, "vllm", ("line",), LINE))
+    wire.write_settings(str(directory), wire.Settings("w", 1, "vllm", ("line",),
+                                                      {**LINE, "drill": {"where": more.pop("drill", "")}}))
     if page is not None:
         wire.ControlWriter(str(directory)).publish(page)
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(directory), json.dumps(more)], capture_output=True,
@@ -138,3 +139,19 @@ def output(new: dict[str, tuple[int, int]], cached: dict[str, tuple[int, int, in
 ])
 def test_prefill_chunks_of_a_step(given: SimpleNamespace, chunks: list[list[int]]) -> None:
     assert steps.prefill_chunks(given) == chunks
+
+
+def test_when_the_decision_fails_a_step_holds_one_chunk_of_the_minimum(tmp_path: Path) -> None:
+    """Law 7: one request over the line may be needed to end it; all of them at once never are."""
+    hello, answer = drive(tmp_path, drill="Steering.grant", rows=[
+        (100, 120, 119, 1), (5000, 5000, 1024, 1024), (5000, 5000, 1024, 1024), (5000, 5000, 4999, 1)])
+    assert answer["output"]["granted"] == [1, 128, 0, 1]
+    assert hello.facts["fault_count"] == 3
+
+
+def test_a_worker_says_which_device_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    located: list[int] = []
+    monkeypatch.setattr(steps.rank, "locate", located.append)
+    for device in (SimpleNamespace(type="cuda", index=3), SimpleNamespace(type="cpu", index=None)):
+        steps._bound(None, None, SimpleNamespace(device=device))
+    assert located == [3]

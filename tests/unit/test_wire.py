@@ -198,3 +198,55 @@ def test_a_run_directory_may_have_a_long_path(tmp_path: Path) -> None:
     receiver, sender = _receiver(directory), wire.Sender(str(directory))
     sender.send(STEP)
     assert _drain(receiver) == [STEP.sequence]
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("pid", "12"), ("pid", True), ("start_time", None), ("role", 1), ("rank", "0"), ("hooks", []), ("hooks", {"ranks": []}),
+    ("hooks", {"ranks": {"state": 1}}), ("facts", []), ("facts", {"faults": 1}), ("facts", {"faults": ["x"]}),
+    ("facts", {"faults": [{"hook": "line"}]}),
+    ("facts", {"faults": [{"hook": "line", "where": [], "error": "", "replicated": True}]})])
+def test_a_hello_with_a_field_of_another_form_is_a_wire_error(tmp_path: Path, field: str, value: Any) -> None:
+    path = tmp_path / "hello-12.json"
+    path.write_text(json.dumps({**HELLO._asdict(), "schema": 1, field: value}))
+    with pytest.raises(wire.WireError, match=r"field|form"):
+        wire.read_json(str(path), wire.Hello)
+
+
+def test_a_hello_nested_without_end_is_a_wire_error(tmp_path: Path) -> None:
+    path = tmp_path / "hello-12.json"
+    path.write_text("[" * 200_000)
+    with pytest.raises(wire.WireError, match="not JSON"):
+        wire.read_json(str(path), wire.Hello)
+
+
+@pytest.mark.parametrize("record", [
+    STEP._replace(over="x"), STEP._replace(chunks=[["a", 1]]), STEP._replace(chunks=5), STEP._replace(pid=[12]),
+    STEP._replace(milliseconds="1"), FAULT._replace(where=[]), FAULT._replace(replicated=1)])
+def test_a_record_with_a_field_of_another_form_is_a_wire_error(record: Any) -> None:
+    with pytest.raises(wire.WireError, match="is of another form"):
+        wire.decode(wire.encode(record))
+
+
+def test_a_record_that_never_fits_holds_up_no_other(tmp_path: Path) -> None:
+    receiver, sender = _receiver(tmp_path), wire.Sender(str(tmp_path))
+    sender.send(STEP._replace(sequence=1, chunks=[[1, 1]] * 200_000))
+    sender.send(STEP._replace(sequence=2))
+    assert _drain(receiver) == [2] and sender.lost == 1
+
+
+def test_a_page_has_its_block_before_anything_is_written(tmp_path: Path) -> None:
+    """A full disk must be an OSError here and not a SIGBUS at the first write."""
+    wire.Page(str(tmp_path / "page"), "Q", True)
+    assert (tmp_path / "page").stat().st_blocks * 512 >= 4096
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_half_of_a_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    wire.write_json(str(path), {"a": 1})
+    (tmp_path / "other").mkdir()
+    with pytest.raises(IsADirectoryError):
+        wire.write_json(str(tmp_path / "other"), {"a": 2})
+    with pytest.raises(TypeError):
+        wire.write_json(str(path), {"a": {2}})
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["file.json", "other"]
+    assert json.loads(path.read_text()) == {"a": 1}

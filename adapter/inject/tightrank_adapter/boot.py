@@ -69,7 +69,7 @@ def _installer(directory: str, hook: str, target: str) -> Callable[[Any], None]:
             if hook not in rank.settings(directory).hooks:
                 return
         except Exception as error:  # noqa: BLE001 - without settings there is nobody to tell but stderr
-            sys.stderr.write("tightrank adapter: hook %s: %s: %s\n" % (hook, type(error).__name__, error))
+            complain("hook %s: %s: %s" % (hook, type(error).__name__, error))
             return
         fault.contained(hook, target, _resolve, target)(module)
 
@@ -80,3 +80,11 @@ def _resolve(target: str, module: Any) -> None:
     from importlib import import_module
     name, _, function = target.partition(":")
     getattr(import_module(name), function)(module)
+
+
+def complain(text: str) -> None:
+    """A line on stderr, for what cannot be said otherwise; an engine may run without one."""
+    try:
+        sys.stderr.write("tightrank adapter: %s\n" % text)
+    except (AttributeError, OSError, ValueError):  # there is none, its reader is gone, it is closed
+        pass

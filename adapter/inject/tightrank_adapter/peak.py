@@ -6,20 +6,26 @@ import os
 import sys
 from typing import Any, Optional
 
-_RESET_PEAK = b"5"  # proc(5): /proc/pid/clear_refs; no privilege needed
+_CLEAR_REFS = "/proc/self/clear_refs"
+_RESET_PEAK = b"5"  # proc(5): no privilege needed
+_known = False  # whether the kernel let us start a new peak (sandboxes such as gVisor do not)
 
 
 def reset() -> None:
     """Starts a new peak: of CUDA's or ROCm's allocator where a device is in use, of resident memory otherwise."""
+    global _known
     cuda = _cuda()
     if cuda is not None:
         cuda.reset_peak_memory_stats()
         return
-    descriptor = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
     try:
-        os.write(descriptor, _RESET_PEAK)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(_CLEAR_REFS, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            _known = os.write(descriptor, _RESET_PEAK) > 0
+        finally:
+            os.close(descriptor)
+    except OSError:
+        _known = False
 
 
 def read() -> Optional[int]:
@@ -27,6 +33,8 @@ def read() -> Optional[int]:
     cuda = _cuda()
     if cuda is not None:
         return int(cuda.max_memory_allocated())
+    if not _known:
+        return None
     with open("/proc/self/status", "rb") as file:
         _, found, rest = file.read().partition(b"VmHWM:")
     return int(rest.split(None, 1)[0]) << 10 if found else None

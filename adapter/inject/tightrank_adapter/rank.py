@@ -3,13 +3,14 @@
 Nothing leaves before `hello`; hook states and facts told earlier are kept and go out with it. A forked child is nobody
 until it says hello itself.
 """
+import json
 import os
 import signal
 import sys
 import time
 from typing import Any, Dict, List, Optional
 
-from . import wire
+from . import boot, wire
 
 _settings: Optional[wire.Settings] = None
 _directory = ""
@@ -95,8 +96,9 @@ def hook(name: str, state: str, wanted: str = "", found: str = "") -> None:
 
 
 def fact(name: str, value: Any) -> None:
-    """A small measured fact for the hello (JSON)."""
+    """A small measured fact for the hello. Raises TypeError for what JSON cannot hold: it would spoil all later hellos."""
     if _facts.get(name) != value:
+        json.dumps(value)
         _facts[name] = value
         _write()
 
@@ -144,12 +146,12 @@ def _write() -> None:
     roles = wire.HOOK_ROLES.get(held.engine, {})
     hooks = {name: _hooks.get(name, {"state": wire.WANTED, "wanted": "", "found": ""})
              for name in held.hooks if me.identity["role"] in roles.get(name, ())}
-    said = wire.Hello(pid=me.pid, start_time=wire.start_time(me.pid), engine=held.engine, worker=held.worker,
-                      generation=held.generation, hooks=hooks, facts=_facts, **me.identity)
     try:
-        wire.write_hello(_directory, said)
+        wire.write_hello(_directory, wire.Hello(
+            pid=me.pid, start_time=wire.start_time(me.pid), engine=held.engine, worker=held.worker,
+            generation=held.generation, hooks=hooks, facts=_facts, **me.identity))
     except OSError as error:  # the supervisor misses it and says so; the engine must not
-        sys.stderr.write("tightrank adapter: hello not written: %s\n" % error)
+        boot.complain("hello not written: %s" % error)
 
 
 def _die_with_parent() -> None:
@@ -158,7 +160,8 @@ def _die_with_parent() -> None:
     from multiprocessing import parent_process
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = parent_process()
-    if parent is not None and parent.pid != os.getppid():  # it ended before the line above
+    # The second test: a process that a fork server made has that server for its parent, and `parent` only asked for it.
+    if parent is not None and parent.pid != os.getppid() and not parent.is_alive():  # it ended before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -10,13 +10,14 @@
 Standard library only, no import of ours; the supervisor loads this file by path. Times are CLOCK_MONOTONIC nanoseconds
 (one clock for all processes of a host, unmoved by clock changes).
 """
+import errno
 import json
 import mmap
 import os
 import socket
 import struct
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 SCHEMA = 1
 SETTINGS, CONTROL, RECORDS = "settings.json", "control", "records.sock"
@@ -119,16 +120,43 @@ def _fields(cls: Any, values: Any, where: str) -> Any:
     missing = [name for name in cls._fields if name not in values]
     if missing:
         raise WireError("%s: field %s is missing" % (where, missing[0]))
-    return cls(**{name: values[name] for name in cls._fields})
+    return _checked(cls(**{name: values[name] for name in cls._fields}), where)
+
+
+def _checked(record: Any, where: str) -> Any:
+    """`record` when every field holds what its annotation says. The writer's process runs other people's code too."""
+    for name, kind in type(record).__annotations__.items():
+        if not _fits(getattr(record, name), kind):
+            raise WireError("%s: field %s is of another form" % (where, name))
+    return record
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin: Any = getattr(kind, "__origin__", None)
+    inner: Any = getattr(kind, "__args__", ())
+    if origin is Union:
+        return any(_fits(value, one) for one in inner)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
+    if origin in (list, tuple):
+        return isinstance(value, (list, tuple)) and all(_fits(item, inner[0]) for item in value)
+    if kind is float:
+        return type(value) in (int, float)
+    return kind is Any or type(value) is kind
 
 
 def write_json(path: str, values: Dict[str, Any]) -> None:
     """Replaces `path` whole (temporary file, then rename), private to its owner. Raises OSError."""
+    text = json.dumps(values)
     temporary = "%s.%d.tmp" % (path, os.getpid())
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(values, file)
-    os.replace(temporary, path)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:  # a full disk: the old file stays and no half of a new one
+        os.unlink(temporary)
+        raise
 
 
 def read_json(path: str, cls: Any) -> Any:
@@ -136,14 +164,21 @@ def read_json(path: str, cls: Any) -> Any:
     with open(path) as file:
         try:
             values = json.load(file)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WireError("%s: not JSON (%s)" % (path, error)) from None
     found = values.get("schema") if isinstance(values, dict) else None
     if found != SCHEMA:
         raise WireError("%s: schema %r, wanted %d: adapter and supervisor are of different versions"
                         % (path, found, SCHEMA))
     result = _fields(cls, values, path)
-    return result._replace(hooks=tuple(result.hooks)) if cls is Settings else result
+    if cls is Settings:
+        return result._replace(hooks=tuple(result.hooks))
+    faults = result.facts.get("faults", [])
+    if not _fits(faults, List[Dict[str, Any]]):
+        raise WireError("%s: facts.faults is of another form" % path)
+    for fault in faults:
+        _fields(Fault, dict(fault, generation=result.generation, pid=result.pid), path)
+    return result
 
 
 def write_settings(directory: str, settings: Settings) -> None:
@@ -176,7 +211,7 @@ def decode(datagram: bytes) -> Any:
         cls = _KINDS[kind]
         if schema != SCHEMA or len(values) != len(cls._fields):  # type: ignore[attr-defined]
             raise WireError("record: schema %r of kind %r with %d fields" % (schema, kind, len(values)))
-        return cls(*values)
+        return _checked(cls(*values), "record")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise WireError("record: %s: %s" % (type(error).__name__, error)) from None
 
@@ -206,7 +241,11 @@ class Sender:
         while self._waiting:
             try:
                 self._socket.sendto(self._waiting[0], self._address)
-            except OSError:  # full, or the supervisor is gone: neither may disturb an engine
+            except OSError as error:  # full, or the supervisor is gone: neither may disturb an engine
+                if error.errno == errno.EMSGSIZE:  # it never fits, and must not hold up the others
+                    del self._waiting[0]
+                    self.lost += 1
+                    continue
                 excess = len(self._waiting) - self._keep
                 if excess > 0:
                     del self._waiting[:excess]
@@ -223,8 +262,8 @@ class Page:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if create else os.O_RDONLY | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            if create:
-                os.ftruncate(descriptor, mmap.PAGESIZE)
+            if create:  # allocated, not only made long: on a full disk a write to a hole of a mapped file is a SIGBUS
+                os.posix_fallocate(descriptor, 0, mmap.PAGESIZE)
             access = mmap.ACCESS_WRITE if create else mmap.ACCESS_READ
             self._map = mmap.mmap(descriptor, mmap.PAGESIZE, access=access)
         finally:

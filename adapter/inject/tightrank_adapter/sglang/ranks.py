@@ -80,7 +80,7 @@ def _verify(self: Any) -> None:
         if not fault.is_wrapped(fault.require(type(self), name), HOOK):
             raise fault.Missing("%s.%s" % (type(self).__qualname__, name), "an override without the hook")
     rank.locate(self.tp_worker.model_runner.gpu_id)
-    rank.fact("kv_tokens", self.max_total_num_tokens)
+    rank.fact("kv_tokens", int(self.max_total_num_tokens))
     rank.hook(HOOK, wire.IN_FORCE)
 
 

@@ -21,7 +21,7 @@ class _Step(NamedTuple):
     peak_bytes: Optional[int]
 
 
-_launched: Deque[_Step] = deque()
+_launched: Deque[_Step] = deque(maxlen=64)  # a few at most: one for each batch in the pipeline
 _ended = 0.0
 
 

@@ -48,8 +48,12 @@ class Steering:
             rank.fact("line_budget", budget)
 
     def grant(self, request: Any, prefix: int, offered: int) -> int:
-        """The answer when `decide` fails: the minimum, never what the engine offers."""
-        return min(offered, self.rules.least)
+        """The answer when `decide` fails: the minimum to the first prompt of a step, never what the engine offers."""
+        if self.rows and offered > self.decode_rows:
+            return 0
+        tokens = min(offered, self.rules.least)
+        self.rows += tokens
+        return tokens
 
     def decide(self, request: Any, prefix: int, offered: int) -> int:
         """New tokens for `request`. Rows past the prompt are decode rows and stay as they are."""
@@ -85,7 +89,7 @@ def _make_class(base: Any) -> None:
     steered = type(base.__name__, (base,), {"__module__": base.__module__, "__qualname__": base.__qualname__,
                                             "_tightrank": None, TARGET: _lowered(target)})
     fault.wrap(steered, "__init__", HOOK, after=_scheduler_made)
-    fault.wrap(steered, "schedule", HOOK, before=_step_begins, after=_step_made, fallback=_budget)
+    fault.wrap(steered, "schedule", HOOK, before=_step_begins, after=_step_made, fallback=_step_is_bare)
     _steered[base] = steered
 
 
@@ -116,14 +120,19 @@ def _steer(scheduler: Any) -> None:
 
 def _step_begins(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     steering = scheduler._tightrank
-    if steering is not None:
-        steering.begin()
-    return _budget(scheduler)
+    if steering is None:
+        return None
+    steering.begin()
+    return steering.budget
 
 
-def _budget(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def _step_is_bare(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `_step_begins`: no rows yet, the budget as it was."""
     steering = scheduler._tightrank
-    return None if steering is None else steering.budget
+    if steering is None:
+        return None
+    steering.rows = steering.width = 0
+    return steering.budget
 
 
 def _step_made(budget: Any, output: Any, *args: Any, **kwargs: Any) -> None:

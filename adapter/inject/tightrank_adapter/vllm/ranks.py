@@ -49,7 +49,7 @@ def _core_starts(core: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None
 def _core_started(token: None, result: None, core: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     kv_tokens = getattr(vllm_config.cache_config, "kv_cache_size_tokens", None)  # what vLLM logs as its KV cache size
     if kv_tokens is not None:
-        rank.fact("kv_tokens", kv_tokens)
+        rank.fact("kv_tokens", int(kv_tokens))
     rank.fact("context_tokens", vllm_config.model_config.max_model_len)
     _in_force(type(core), "_process_engine_step")
 

@@ -19,7 +19,15 @@ class _Started(NamedTuple):
 
 def install(module: Any) -> None:
     """Gets vllm.v1.worker.gpu_worker, whose Worker the CPU and XPU workers inherit."""
-    fault.wrap(fault.require(module, "Worker"), "execute_model", HOOK, before=_starts, after=_ended)
+    owner = fault.require(module, "Worker")
+    fault.wrap(owner, "execute_model", HOOK, before=_starts, after=_ended)
+    fault.wrap(owner, "init_device", HOOK, after=_bound)
+
+
+def _bound(token: None, result: None, worker: Any) -> None:
+    """The worker has its device, "cuda:1" for ROCm too; CPU and XPU workers have an init_device of their own."""
+    if worker.device.type == "cuda":
+        rank.locate(worker.device.index)
 
 
 def prefill_chunks(output: Any) -> List[List[int]]:
