@@ -36,10 +36,10 @@ def problems(config: Config, specs: Sequence[WorkerSpec], environment: Mapping[s
 
 def _state(config: Config) -> Iterator[ConfigError]:
     key, state = "state_directory", Path(config.state_directory)
-    existing = next(path for path in (state, *state.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    existing = next((path for path in (state, *state.parents) if os.path.exists(path)), Path("/"))
+    if not os.path.isdir(existing) or not os.access(existing, os.W_OK | os.X_OK):
         yield config.error(key, f"{state} cannot be made or written ({existing} is "
-                           f"{'not writable' if existing.is_dir() else 'no directory'}); give a directory of your own",
+                           f"{'not writable' if os.path.isdir(existing) else 'no directory'}); give a directory of your own",
                            "state-directory-unusable")
     elif _locked(state / "lock"):
         yield config.error(key, f"{state} is held by another supervisor; stop it (tightrank stop) or give this "
@@ -120,6 +120,8 @@ def _bind(host: str, port: int) -> str | None:
                                                                 flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
         return f"cannot be resolved ({error.strerror}); give an address of this host"
+    except UnicodeError:                             # of the name's form: an empty label, or one of more than 63 letters
+        return "is no host name; give an address of this host"
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -267,3 +267,36 @@ def test_the_tightest_cgroup_limit(tmp_path: Path, cgroup: str, files: dict[str,
 def test_what_cannot_be_read_is_unknown(tmp_path: Path) -> None:
     facts = host.read(tmp_path, tmp_path)
     assert (facts.mem_total_bytes, facts.cgroup_limit_bytes) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["a..b", "a" * 70])
+def test_an_address_that_is_no_host_name_is_one_line(tmp_path: Path, deployment: dict[str, Any], name: str) -> None:
+    deployment["workers"][0]["host"] = name
+    found = config(tmp_path, deployment)
+    [problem] = check.problems(found, plan.build(found, host.read(), inputs.read(found, {})), dict(os.environ))
+    assert f"{name}:{deployment['workers'][0]['port']} is no host name" in str(problem)
+
+
+def test_names_that_are_too_long_raise_nothing_else(tmp_path: Path, deployment: dict[str, Any]) -> None:
+    found = config(tmp_path, {**deployment, "state_directory": "s" * 300})
+    list(check.problems(found, plan.build(found, host.read(), inputs.read(found, {})), dict(os.environ)))
+    with pytest.raises(ConfigError, match="is no directory"):
+        inputs.read(config(tmp_path, {**deployment, "model": "m" * 300}), {})
+
+
+def test_a_model_description_nested_without_end_is_refused(tmp_path: Path, deployment: dict[str, Any]) -> None:
+    (tmp_path / "model" / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ConfigError, match="is not JSON"):
+        inputs.read(config(tmp_path, deployment), {})
+
+
+@pytest.mark.parametrize("where", ["file", "args", "env"])
+def test_a_secret_that_no_header_carries_is_refused_and_not_shown(tmp_path: Path, deployment: dict[str, Any],
+                                                                  where: str) -> None:
+    """As the canary's header it would raise in every tick."""
+    (tmp_path / "key").write_text("sk-\u00fc\n")
+    deployment["workers"][0] |= {"file": {"api_key_file": "key"}, "args": {"args": ["--api-key", "sk-\u00fc"]},
+                                 "env": {"env": {"VLLM_API_KEY": "sk-\u00fc"}}}[where]
+    with pytest.raises(ConfigError, match="printable ASCII") as caught:
+        inputs.read(config(tmp_path, deployment), {})
+    assert "sk-" not in str(caught.value)

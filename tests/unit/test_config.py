@@ -224,3 +224,21 @@ def test_the_example_is_read_and_shows_every_key() -> None:
     text = path.read_text()
     missing = [key for key in KEYS if f"{key.rpartition('.')[2]}:" not in text]
     assert missing == []
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    (GOOD + f"guard:\n  floor: {'9' * 400}B\n", "must be between 0B and 1024TiB"),
+    (GOOD + f"line:\n  budget: {'9' * 400}e9\n", "must be between 1 and 1000000000000000"),
+    (GOOD + f"line:\n  budget: {'9' * 5000}\n", "must be between 1 and 1000000000000000"),
+    (GOOD + "guard:\n  floor: \u0661GiB\n", "must be a number with one of the units"),
+    (GOOD.replace("models/tiny", "~nosuchuser/m"),
+     "tightrank.yaml:1: model: ~nosuchuser/m starts in a home directory that is not known; write the path out"),
+    (GOOD.replace("9001", "9001, tensor_parallel: 2, devices: [0, 0]"), "workers[0].devices: 0, 0: name each device once"),
+    (GOOD.replace("9001", "9001, devices: [1], env: {CUDA_VISIBLE_DEVICES: 2}"), "workers[0].env: CUDA_VISIBLE_DEVICES has "
+     "a key of its own, workers[0].devices, which is set too; leave one out"),
+    (GOOD.replace("9001", "9001, api_key_file: k, env: {VLLM_API_KEY: s}"), "workers[0].env: VLLM_API_KEY has a key of its "
+     "own, workers[0].api_key_file, which is set too; leave one out")])
+def test_what_no_reader_can_use_is_refused_in_one_line(read: Read, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -215,3 +215,29 @@ def test_the_published_table_is_the_plan(tmp_path: Path) -> None:
     spec, = build(tmp_path, text)
     assert [(band.to_tokens, band.chunk_tokens) for band in spec.schedule] == [
         (97_656, 2048), (195_312, 1024), (390_625, 512), (781_250, 256), (781_505, 0)]
+
+
+@pytest.mark.parametrize(("engine", "args", "message"), [
+    ("vllm", "[--data-parallel-size, two]", "--data-parallel-size is no whole number; correct it"),
+    ("vllm", "[--block-size, abc]", "--block-size is no whole number; correct it"),
+    ("vllm", "[--max-model-len]", "--max-model-len is no whole number; correct it"),
+    ("sglang", "[--page-size=x]", "--page-size is no whole number; correct it"),
+    ("vllm", "[--max_num_batched, 4096]", "--max-num-batched is short for --max-num-batched-tokens; write it in full"),
+    ("sglang", "[--chunked=512]", "--chunked is short for --chunked-prefill-size; write it in full")])
+def test_arguments_that_cannot_be_read_here_are_refused(tmp_path: Path, engine: str, args: str, message: str) -> None:
+    assert refusal(tmp_path, f"    args: {args}", engine=engine) == f"t.yaml:7: workers[0].args: {message}"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("model", [
+    {"max_position_embeddings": "long"}, {"max_position_embeddings": [1]}, {"max_position_embeddings": -5},
+    {"max_position_embeddings": float("inf")}, {"max_position_embeddings": 8192, "rope_scaling": "yarn"}])
+def test_a_model_whose_length_makes_no_sense_is_refused(tmp_path: Path, engine: str, model: dict[str, Any]) -> None:
+    assert "/m/config.json: its length or rope values make no sense (" in refusal(tmp_path, "", engine=engine, model=model)
+
+
+def test_more_secrets_are_masked(tmp_path: Path) -> None:
+    spec, = build(tmp_path, "    env: {HTTPS_PROXY: 'http://me:pw@proxy:1', DB_PASSWD: pw, X_AUTH: pw, PLAIN: a@b}")
+    shown = plan.masked(spec)[1]
+    assert "pw" not in str(shown)
+    assert (shown["HTTPS_PROXY"], shown["PLAIN"]) == ("http://***@proxy:1", "a@b")

@@ -66,6 +66,11 @@ def without_secrets(args: Sequence[str]) -> tuple[str, ...]:
     return tuple(shown)
 
 
+def names(args: Sequence[str]) -> tuple[str, ...]:
+    """The long flags in `args`, without their values."""
+    return tuple(_name(argument) for argument in args if argument.startswith("--"))
+
+
 def has(args: Sequence[str], *spellings: str) -> bool:
     return any(_name(argument) in spellings for argument in args)
 

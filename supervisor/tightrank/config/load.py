@@ -129,7 +129,14 @@ def _parse(kind: units.Kind, entry: Entry) -> Any:
         assert isinstance(kind, units.ListOf)
         return kind.parse_all(value)
     parsed = kind.parse(value)
-    return str(entry.base / Path(parsed).expanduser()) if isinstance(kind, units.Path) else parsed
+    return str(entry.base / _expanded(parsed)) if isinstance(kind, units.Path) else parsed
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError("starts in a home directory that is not known; write the path out") from None
 
 
 def _check_across(config: Config) -> None:
@@ -152,6 +159,12 @@ def _check_worker(config: Config, path: str, worker: Worker, before: Sequence[Wo
     if worker.devices and len(worker.devices) != ranks:
         raise config.error(f"{path}.devices", f"{len(worker.devices)} devices for {ranks} ranks (tensor_parallel "
                            f"{worker.tensor_parallel} x pipeline_parallel {worker.pipeline_parallel}); name {ranks}")
+    if len(set(worker.devices)) < len(worker.devices):
+        raise config.error(f"{path}.devices", f"{', '.join(worker.devices)}: name each device once")
+    for key, given, variable in (("devices", worker.devices, "CUDA_VISIBLE_DEVICES"),
+                                 ("api_key_file", worker.api_key_file, "VLLM_API_KEY")):
+        if given and variable in worker.env:
+            raise config.error(f"{path}.env", f"{variable} has a key of its own, {path}.{key}, which is set too; leave one out")
     for name in worker.env:
         if name.startswith("TIGHTRANK_"):
             raise config.error(f"{path}.env", f"{name} is set by the supervisor alone; leave it out")

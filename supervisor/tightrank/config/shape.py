@@ -1,6 +1,6 @@
 """What a configuration is: frozen records, and their form on disk. `keys.py` says which keys fill them.
 
-Secrets are paths to files here, never values, so a configuration may be stored.
+Keys hold secrets as paths to files. Engine arguments and variables stay as given, whatever they hold: the file is 0600.
 """
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 _SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
           "KB": 10**3, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DURATIONS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 _COUNT = re.compile(r"[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?")
 
 
@@ -65,9 +65,9 @@ class Size:
 
     def parse(self, text: str) -> int:
         size = _with_unit(text, _SIZES, "1.5GiB")
+        _between(size, self.least, self.most, lambda value: format_size(int(value)))
         if size != int(size):
             raise ValueError("must be a whole number of bytes")
-        _between(size, self.least, self.most, lambda value: format_size(int(value)))
         return int(size)
 
     def schema(self) -> dict[str, Any]:
@@ -101,10 +101,10 @@ class Whole:
         if not _COUNT.fullmatch(text) or re.match(r"0[0-9_]", text):
             raise ValueError("must be a whole number, for example 2048, 200_000_000 or 2.0e8")
         digits = text.replace("_", "")
-        value = int(digits) if digits.isdigit() else float(digits)
+        value = int(digits) if digits.isdigit() and len(digits) < 100 else float(digits)
+        _between(value, self.least, self.most, lambda bound: str(int(bound)))
         if value != int(value):
             raise ValueError("must be a whole number")
-        _between(value, self.least, self.most, lambda bound: str(int(bound)))
         return int(value)
 
     def schema(self) -> dict[str, Any]:

@@ -116,9 +116,8 @@ def number(engine: str, args: Sequence[str], flag: str) -> int | None:
         return None
     if text.lower() == "auto":
         return -1
-    if text[:-1].replace(".", "", 1).isdigit() and text[-1:] in _SUFFIXES:
-        return int(float(text[:-1]) * _SUFFIXES[text[-1]])
-    return int(text)
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kmgtKMGT])", text)
+    return int(float(match[1]) * _SUFFIXES[match[2]]) if match else int(text)
 
 
 def sections(model: Mapping[str, Any]) -> Mapping[str, Any]:

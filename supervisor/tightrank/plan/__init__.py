@@ -11,16 +11,17 @@ from typing import Any
 from tightrank import engines
 from tightrank.adapter import wire
 from tightrank.config import Config, Worker
-from tightrank.config.flags import FLAGS, MASK, OWN_KEYS, has, value, without_secrets
+from tightrank.config.flags import FLAGS, MASK, OWN_KEYS, has, names, value, without_secrets
 from tightrank.config.units import format_size
-from tightrank.engines.base import Engine, Wish
+from tightrank.engines.base import Engine, Wish, number
 from tightrank.host import HostFacts
 from tightrank.inputs import Inputs
 from tightrank.plan.line import Chosen, choose, schedule
 from tightrank.records import WorkerSpec
 
 PLUGIN = "tightrank"     # the adapter's entry point in both engines' plugin groups
-_SECRET = re.compile(r"(?i)key|token|secret|password|credential")
+_SECRET = re.compile(r"(?i)key|token|secret|passw|passphrase|credential|auth")
+_USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def build(config: Config, host: HostFacts, inputs: Inputs) -> tuple[WorkerSpec, ...]:
@@ -55,6 +56,7 @@ def mark(state_directory: Path) -> str:
 def _worker(config: Config, index: int, engine: Engine, host: HostFacts, inputs: Inputs) -> WorkerSpec:
     worker, path = config.workers[index], f"workers[{index}]"
     _refuse_own_keys(config, path, worker)
+    _refuse_unreadable(config, path, worker)
     if (why := engine.refusal(worker, config.hooks)) is not None:
         raise config.error(f"{path}.args", why)
     chosen = choose(config, index, engine, inputs) if "line" in config.hooks else None
@@ -79,6 +81,21 @@ def _refuse_own_keys(config: Config, path: str, worker: Worker) -> None:
         if has(worker.args, *FLAGS[config.engine].get(name, ())):
             spelling = FLAGS[config.engine][name][0]
             raise config.error(f"{path}.args", f"{spelling} has a key of its own; use {key.replace('workers[]', path)}")
+
+
+def _refuse_unreadable(config: Config, path: str, worker: Worker) -> None:
+    """Both engines take a flag by its first letters, and then what is decided here would not be what they do."""
+    flags = FLAGS[config.engine]
+    known = {spelling for spellings in flags.values() for spelling in spellings if spelling.startswith("--")}
+    for name in names(worker.args):
+        whole = sorted(spelling for spelling in known if spelling.startswith(name))
+        if len(name) > 2 and whole and name not in known:
+            raise config.error(f"{path}.args", f"{name} is short for {' or '.join(whole)}; write it in full")
+    for flag in ("chunk", "context", "page", "data_parallel"):
+        try:
+            number(config.engine, worker.args, flag)
+        except ValueError:
+            raise config.error(f"{path}.args", f"{flags[flag][0]} is no whole number; correct it") from None
 
 
 def _argv(config: Config, worker: Worker, engine: Engine, chosen: Chosen | None) -> tuple[str, ...]:
@@ -116,7 +133,7 @@ def _environment(worker: Worker, engine: Engine, inputs: Inputs) -> tuple[dict[s
 
 def masked(spec: WorkerSpec) -> tuple[tuple[str, ...], dict[str, str]]:
     """(argv, env) to show: secrets as ***."""
-    env = {name: MASK if _SECRET.search(name) else text for name, text in sorted(spec.env.items())}
+    env = {name: MASK if _SECRET.search(name) else _USER_OF_URL.sub(MASK, text) for name, text in sorted(spec.env.items())}
     return without_secrets(spec.argv), env
 
 

@@ -40,12 +40,22 @@ class _Case:
     where: str
 
     def flag(self, name: str) -> tuple[str, int | None]:
-        """(as the engine spells it, its value in the user's arguments). Raises ConfigError."""
-        spelling = FLAGS[self.engine.name][name][0]
+        """(as the engine spells it, its value in the user's arguments, which the plan has read before)."""
+        return FLAGS[self.engine.name][name][0], number(self.engine.name, self.worker.args, name)
+
+    def own_context(self) -> int:
+        """The longest request by the model's config.json. Raises ConfigError when that file makes no sense."""
         try:
-            return spelling, number(self.engine.name, self.worker.args, name)
-        except ValueError:
-            raise self.error(f"{spelling} is no whole number; correct it") from None
+            own = self.engine.own_context(self.inputs.model)
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise self._no_sense(str(error)) from None
+        if own < 1:
+            raise self._no_sense(f"a length of {own}")
+        return own
+
+    def _no_sense(self, why: str) -> ConfigError:
+        return self.config.error("model", f"{self.config.model}/config.json: its length or rope values make no sense ({why}); "
+                                 "fetch the model again", "model-directory-missing")
 
     def error(self, sentence: str) -> ConfigError:
         return self.config.error(self.where, sentence)
@@ -116,7 +126,7 @@ def _longest(config: Config, granule: int) -> int:
 def _context(case: _Case, granule: int, longest: int) -> tuple[int, bool, str]:
     """(longest request, whether the engine must be told, a sentence)."""
     config = case.config
-    own = case.engine.own_context(case.inputs.model)
+    own = case.own_context()
     spelling, flag = case.flag("context")
     asked = config.line.context
     if flag is not None and flag < 1:                # auto: the engine may go as far as the model does
