@@ -78,6 +78,7 @@ def _labels(labels: Labels) -> str:
 
 
 def _escaped(value: str) -> str:
+    value = value.encode(errors="replace").decode()      # an engine's text may hold lone surrogates
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

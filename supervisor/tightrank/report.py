@@ -161,11 +161,13 @@ class Board:
     def __init__(self) -> None:
         self._status: Status | None = None
         self._steps: dict[str, tuple[int, tuple[Any, ...]]] = {}     # (number of all so far, the latest)
-        self.started = False               # every worker has been ready once
+        self._were_ready: frozenset[str] = frozenset()
+        self.started = False               # every worker has been ready once, at whatever time
 
     def publish(self, status: Status) -> None:
         self._status = status
-        self.started = self.started or status.ready
+        self._were_ready |= {worker.name for worker in status.workers if worker.ready}
+        self.started = self.started or all(worker.name in self._were_ready for worker in status.workers)
 
     @property
     def status(self) -> Status | None:

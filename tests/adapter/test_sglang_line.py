@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(INJECT))
-from tightrank_adapter import fault, rank
+from tightrank_adapter import fault, rank, wire
 from tightrank_adapter import line as arithmetic
 from tightrank_adapter.sglang import line
 
@@ -172,7 +172,7 @@ def test_a_budget_is_taken_out_of_a_control_request(monkeypatch: pytest.MonkeyPa
     engine = Engine(monkeypatch, rules)
     scheduler = engine.scheduler()
     for value, updated, budget in ((5_000, True, 5_000), (0, False, 5_000), (True, False, 5_000), (7e3, False, 5_000)):
-        answer = scheduler.set_internal_state(SimpleNamespace(server_args={line.BUDGET_KEY: value}))
+        answer = scheduler.set_internal_state(SimpleNamespace(server_args={wire.BUDGET_KEY: value}))
         assert (answer.updated, rules.budget) == (updated, budget)
-    assert not scheduler.set_internal_state(SimpleNamespace(server_args={line.BUDGET_KEY: 9, "other": 1})).updated
+    assert not scheduler.set_internal_state(SimpleNamespace(server_args={wire.BUDGET_KEY: 9, "other": 1})).updated
     assert rules.budget == 5_000

@@ -15,7 +15,7 @@ from tightrank.host import HostFacts
 from tightrank.inputs import Inputs
 
 pytestmark = pytest.mark.engine
-HOST = HostFacts(None, None, 4096, 1, None, False, (), "")
+HOST = HostFacts(None, None)
 _VLLM = """
 import json, sys
 from vllm.entrypoints.launchers.cli_args import make_arg_parser

@@ -13,7 +13,7 @@ from tightrank.host import HostFacts
 from tightrank.inputs import Inputs
 from tightrank.records import StartStep, WorkerSpec
 
-HOST = HostFacts(None, None, 4096, 1, None, False, (), "")
+HOST = HostFacts(None, None)
 MODEL: dict[str, Any] = {"max_position_embeddings": 8192}
 
 

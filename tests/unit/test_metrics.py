@@ -81,3 +81,7 @@ def test_a_process_without_a_loop_has_no_beat_that_grows_old() -> None:
     assert [key for key in found if key.startswith("rank_beat_age")] == [
         'rank_beat_age_seconds{worker="w0",rank="0",role="scheduler"}']
     assert 'rank_available_bytes{worker="w0",rank="",role="detokenizer"}' in found
+
+
+def test_a_role_that_is_no_unicode_costs_no_scrape() -> None:
+    assert 'role="a?"' in render(status(worker(ranks=(rank(role="a\udcff"),)))).encode().decode()

@@ -20,8 +20,7 @@ from tightrank.inputs import Inputs
 from tightrank.plan.line import grouped, schedule
 from tightrank.records import LineSpec, WorkerSpec
 
-HOST = HostFacts(mem_total_bytes=64 * 2**30, cgroup_limit_bytes=None, page_bytes=4096, cores=8, memlock_limit_bytes=None,
-                 is_root=False, gpus=(), gpus_why="")
+HOST = HostFacts(mem_total_bytes=64 * 2**30, cgroup_limit_bytes=None)
 LONG: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 2**20}
 SHORT: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 8192}
 

@@ -213,3 +213,11 @@ def test_a_rotation_that_cannot_make_its_file_moves_none(path: Path, monkeypatch
         journal.append(event("x" * 100))
     assert journal.lost == 5
     assert {name: (path.parent / name).read_bytes() for name in held} == held
+
+
+def test_started_is_once_for_each_worker_and_not_all_at_once() -> None:
+    board = Board()
+    board.publish(status(worker(), failed(name="w1")))
+    assert not board.started
+    board.publish(status(failed(), worker(name="w1")))
+    assert board.started

@@ -21,6 +21,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 SCHEMA = 1
 SETTINGS, CONTROL, RECORDS = "settings.json", "control", "records.sock"
+BUDGET_KEY = "tightrank_line_budget"  # SGLang: POST /set_internal_state {"server_args": {BUDGET_KEY: token²}}
 ENV_ADAPTER, ENV_RUN = "TIGHTRANK_ADAPTER", "TIGHTRANK_RUN"
 
 # Which processes of an engine must hold a hook in force. A role that is not named here says hello and no more.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tightrank.adapter import wire
 from tightrank.config import Worker
 from tightrank.config.flags import FLAGS, has, value
 from tightrank.engines.base import (
@@ -33,7 +34,6 @@ _STEPS = (
 )
 _LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"   # disaggregation/utils.py: a role answers such a request without its peer
-BUDGET_KEY = "tightrank_line_budget"
 
 
 class SGLang:
@@ -108,7 +108,7 @@ class SGLang:
         # An admin key, when there is one, is asked for here and the API key is not (utils/auth.py, ADMIN_OPTIONAL).
         key = value(spec.argv, "--admin-api-key") or spec.api_key
         return Probe("POST", url(spec, "/set_internal_state"), authorization(key),
-                     {"server_args": {BUDGET_KEY: budget}})
+                     {"server_args": {wire.BUDGET_KEY: budget}})
 
 
 ENGINE = SGLang()

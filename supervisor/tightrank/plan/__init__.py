@@ -28,7 +28,7 @@ def build(config: Config, host: HostFacts, inputs: Inputs) -> tuple[WorkerSpec, 
     """Raises ConfigError: one line with key, value, range, place and what to do."""
     _refuse_floor(config, host)
     engine = engines.get(config.engine)
-    return tuple(_worker(config, index, engine, host, inputs) for index in range(len(config.workers)))
+    return tuple(_worker(config, index, engine, inputs) for index in range(len(config.workers)))
 
 
 def _refuse_floor(config: Config, host: HostFacts) -> None:
@@ -53,7 +53,7 @@ def mark(state_directory: Path) -> str:
     return hashlib.sha256(str(state_directory.resolve()).encode()).hexdigest()[:16]
 
 
-def _worker(config: Config, index: int, engine: Engine, host: HostFacts, inputs: Inputs) -> WorkerSpec:
+def _worker(config: Config, index: int, engine: Engine, inputs: Inputs) -> WorkerSpec:
     worker, path = config.workers[index], f"workers[{index}]"
     _refuse_own_keys(config, path, worker)
     _refuse_unreadable(config, path, worker)

@@ -12,7 +12,6 @@ from typing import Any, Dict, List, NamedTuple, Optional
 from .. import fault, line, rank, wire
 
 HOOK = "line"
-BUDGET_KEY = "tightrank_line_budget"  # POST /set_internal_state {"server_args": {BUDGET_KEY: token²}}
 
 
 class _Line:
@@ -208,10 +207,10 @@ def _after_request(token: Optional[_Lowered], verdict: Any, adder: Any, req: Any
 
 def _take_budget(scheduler: Any, request: Any) -> Optional[int]:
     """Our key out of a control request. A bad value stays in it: the engine refuses it as an unknown key."""
-    wanted = request.server_args.get(BUDGET_KEY)
+    wanted = request.server_args.get(wire.BUDGET_KEY)
     if type(wanted) is not int or wanted < 1 or _line is None:
         return None
-    request.server_args = {key: value for key, value in request.server_args.items() if key != BUDGET_KEY}
+    request.server_args = {key: value for key, value in request.server_args.items() if key != wire.BUDGET_KEY}
     return wanted
 
 
