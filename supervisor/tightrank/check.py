@@ -41,6 +41,10 @@ def _state(config: Config) -> Iterator[ConfigError]:
         yield config.error(key, f"{state} cannot be made or written ({existing} is "
                            f"{'not writable' if os.path.isdir(existing) else 'no directory'}); give a directory of your own",
                            "state-directory-unusable")
+    elif existing == state and state.stat().st_mode & 0o022:
+        yield config.error(key, f"{state} may be written by other users (mode {state.stat().st_mode & 0o777:04o}), who could "
+                           f"have any program started; chmod 700 {state}, or give a directory below it",
+                           "state-directory-unusable")
     elif _locked(state / "lock"):
         yield config.error(key, f"{state} is held by another supervisor; stop it (tightrank stop) or give this "
                            "deployment a state_directory of its own", "state-directory-in-use")

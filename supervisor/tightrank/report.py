@@ -53,7 +53,7 @@ def _events(lines: Iterable[bytes]) -> Iterator[Json]:
     for text in lines:
         with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(text)
-            if isinstance(event, dict) and isinstance(event.get("sequence"), int):
+            if isinstance(event, dict) and type(event.get("sequence")) is int:
                 yield event
 
 

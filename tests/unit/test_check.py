@@ -300,3 +300,14 @@ def test_a_secret_that_no_header_carries_is_refused_and_not_shown(tmp_path: Path
     with pytest.raises(ConfigError, match="printable ASCII") as caught:
         inputs.read(config(tmp_path, deployment), {})
     assert "sk-" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("mode", "refused"), [(0o700, False), (0o755, False), (0o775, True), (0o777, True)])
+def test_a_state_directory_that_others_may_write_is_refused(tmp_path: Path, deployment: dict[str, Any], mode: int,
+                                                            refused: bool) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state").chmod(mode)
+    found = config(tmp_path, deployment)
+    problems = list(check.problems(found, plan.build(found, host.read(), inputs.read(found, {})), dict(os.environ)))
+    assert [problem.cause for problem in problems] == ["state-directory-unusable"] * refused
+    assert all("state_directory: " in str(problem) and "chmod 700" in str(problem) for problem in problems)
