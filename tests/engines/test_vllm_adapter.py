@@ -102,8 +102,7 @@ def expected(prompt: int, cached: int = 0, budget: int = BUDGET) -> list[list[in
     found, prefix = [], cached
     while prefix < prompt:
         left = prompt - prefix
-        new = left if left <= MAXIMUM and line.fits(budget, prefix, left) else line.chunk_tokens(
-            budget, prefix, minimum=MINIMUM, maximum=min(MAXIMUM, left), granule=128)
+        new = min(line.chunk_tokens(budget, prefix, minimum=MINIMUM, maximum=MAXIMUM, granule=128), left)
         found.append([prefix, new])
         prefix += new
     return found
