@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from tightrank import act
 from tightrank.cli.common import add_config_options, load_config
@@ -20,6 +21,7 @@ from tightrank.readers.process import read_process
 from tightrank.records import ProcessId
 
 _EXIT_FAILED = 1
+_OURS = {"workers", "accepted", "source"}     # one of these is in each answer: /status, a request to a worker, a refusal
 _POLL_SECONDS = 0.2
 _SPARE_SECONDS = 30.0        # beyond the drain: SIGKILL, hygiene, the daemon's own end
 
@@ -29,7 +31,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     status.add_argument("--json", action="store_true", help="the supervisor's /status as it is")
     logs = _command(commands, "logs", "an engine's output, from the state directory", _logs)
     logs.add_argument("worker", nargs="?", help="which worker (default: the first)")
-    logs.add_argument("-n", type=int, default=50, metavar="LINES", help="how many lines from the end (default: 50)")
+    logs.add_argument("-n", type=_count, default=50, metavar="LINES", help="how many lines from the end (default: 50)")
     logs.add_argument("-f", "--follow", action="store_true", help="go on with new lines until Ctrl-C")
     for name, words in (("drain", "admit nothing more to a worker; what is in flight ends"),
                         ("resume", "admit again; a worker that was stopped or has failed starts"),
@@ -51,8 +53,8 @@ def _command(commands: argparse._SubParsersAction[argparse.ArgumentParser], name
     return parser
 
 
-def _ask(arguments: argparse.Namespace, method: str, path: str, token: str | None = None) -> Any:
-    """The response, or None after one line on stderr when nobody answers."""
+def _ask(arguments: argparse.Namespace, method: str, path: str, token: str | None = None) -> tuple[int, Any]:
+    """(status, body), or (0, None) after one line on stderr when no supervisor answers."""
     import httpx2
 
     url = arguments.url or _url(arguments)
@@ -60,11 +62,21 @@ def _ask(arguments: argparse.Namespace, method: str, path: str, token: str | Non
     if token:
         headers["Authorization"] = f"Bearer {token}"
     try:
-        return httpx2.request(method, url + path, headers=headers, content=b"{}" if method == "POST" else None, timeout=10)
-    except httpx2.HTTPError as error:
-        print(f"tightrank: no supervisor answers at {url} ({type(error).__name__}); start one with `tightrank up`",
-              file=sys.stderr)
-        return None
+        # trust_env: a proxy of the environment must see neither the request nor the token
+        with httpx2.Client(trust_env=False, timeout=10) as client:
+            response = client.request(method, url + path, headers=headers, content=b"{}" if method == "POST" else None)
+        body = response.json()
+        if isinstance(body, dict) and _OURS & body.keys():
+            return response.status_code, body
+        why = f"its answer, status {response.status_code}, is not ours"
+    except UnicodeEncodeError:
+        why = "TIGHTRANK_TOKEN is not ASCII"
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        why = type(error).__name__
+    except ValueError:
+        why = "its answer is not ours"
+    print(f"tightrank: no supervisor answers at {url} ({why}); start one with `tightrank up`", file=sys.stderr)
+    return 0, None
 
 
 def _url(arguments: argparse.Namespace) -> str:
@@ -75,11 +87,10 @@ def _url(arguments: argparse.Namespace) -> str:
 
 def _status(arguments: argparse.Namespace) -> int:
     """Exit code 0: ready. 1: not ready. 69: nobody answers."""
-    response = _ask(arguments, "GET", "/status")
-    if response is None:
+    status, body = _ask(arguments, "GET", "/status")
+    if not status:
         return EXIT_UNAVAILABLE
-    body = response.json()
-    if response.status_code != 200:
+    if status != 200:
         print(f"tightrank: {body['error']['message']}", file=sys.stderr)
         return _EXIT_FAILED
     print(json.dumps(body, indent=2) if arguments.json else status_text(body, colour=sys.stdout.isatty()))
@@ -88,11 +99,10 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _request(arguments: argparse.Namespace) -> int:
     token = os.environ.get("TIGHTRANK_TOKEN")
-    response = _ask(arguments, "POST", f"/workers/{arguments.worker}/{arguments.action}", token)
-    if response is None:
+    status, body = _ask(arguments, "POST", f"/workers/{quote(arguments.worker, safe='')}/{arguments.action}", token)
+    if not status:
         return EXIT_UNAVAILABLE
-    body = response.json()
-    if response.status_code >= 400:
+    if status >= 400:
         print(f"tightrank: {body['error']['message']}", file=sys.stderr)
         return _EXIT_FAILED
     print(body.get("message") or f"{arguments.action} {arguments.worker}: asked")
@@ -115,7 +125,16 @@ def _logs(arguments: argparse.Namespace) -> int:
         return _EXIT_FAILED
     except (KeyboardInterrupt, BrokenPipeError):
         sys.stderr.close()
+    except OSError as error:
+        print(f"tightrank: {path}: cannot be read ({error.strerror})", file=sys.stderr)
+        return _EXIT_FAILED
     return 0
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: a whole number from 0 on is wanted")
+    return int(text)
 
 
 def _tail(path: Path, count: int, follow: bool) -> Iterator[str]:
@@ -136,6 +155,9 @@ def _tail(path: Path, count: int, follow: bool) -> Iterator[str]:
 def _stop(arguments: argparse.Namespace) -> int:
     """SIGTERM to the guard of this state directory (two with --now), then waits for its end."""
     config = load_config(arguments).config
+    if not os.access(config.state_directory, os.X_OK) and os.path.exists(config.state_directory):
+        print(f"tightrank: {config.state_directory}: not yours to read; stop it as the user that started it", file=sys.stderr)
+        return EXIT_UNAVAILABLE
     page = GuardReader(Path(config.state_directory) / "run").read()
     guard = ProcessId(page["pid"], page["start_time"]) if page else None
     if guard is None or not act.send(guard, signal.SIGTERM):

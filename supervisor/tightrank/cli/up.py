@@ -47,13 +47,16 @@ def bring_up(config: Config) -> NoReturn:
     state = Path(config.state_directory)
     lock = take_lock(state)
     run = state / "run"
-    for directory in (run, state / "logs"):
-        directory.mkdir(mode=0o700, exist_ok=True)
-    _write(run / "config.json", config.to_json())
     orders = {"schema": 1, "daemon_argv": [sys.executable, "-P", "-m", "tightrank.daemon", str(run / "config.json")],
               "run_directory": str(run), "floor_bytes": config.guard.floor_bytes, "priority": config.guard.priority,
               "lock_descriptor": lock}
-    wire.write_json(str(run / "guard.json"), orders)
+    try:
+        for directory in (run, state / "logs"):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        wire.write_json(str(run / "config.json"), json.loads(config.to_json()))
+        wire.write_json(str(run / "guard.json"), orders)
+    except OSError as error:
+        raise _unusable(state, error) from None
     os.set_inheritable(lock, True)
     sys.stdout.flush()
     # -I and -S keep the guard small (about 12 MiB) and its modules its own: no site-packages, no sitecustomize.
@@ -66,18 +69,18 @@ def take_lock(state: Path) -> int:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"state_directory={state}: cannot be written ({error.strerror}); give a directory of your own",
-                          cause="state-directory-unusable") from None
+        raise _unusable(state, error) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigError(f"state_directory={state}: another supervisor holds it; stop that one (tightrank stop) or give "
                           "this deployment its own state_directory", cause="state-directory-in-use") from None
+    except OSError as error:               # a network file system without locks
+        raise _unusable(state, error) from None
     return descriptor
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        wire.write_json(str(path), json.loads(text))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}", cause="state-directory-unusable") from None
+def _unusable(state: Path, error: OSError) -> ConfigError:
+    where = f"{error.filename}: " if error.filename else ""
+    return ConfigError(f"state_directory={state}: cannot be used ({where}{error.strerror}); give a directory of your own on "
+                       "a local disk with space", cause="state-directory-unusable")
