@@ -45,14 +45,15 @@ class Deployment:
                 body[key] = value
         self.file.write_text(json.dumps(body))
 
-    def up(self) -> Deployment:
-        return self.start("up", "-c", str(self.file))
+    def up(self, output: int | None = None) -> Deployment:
+        return self.start("up", "-c", str(self.file), output=output)
 
-    def start(self, *words: str) -> Deployment:
+    def start(self, *words: str, output: int | None = None) -> Deployment:
+        """`output`: a descriptor that takes what it prints, in place of up.log."""
         argv = [sys.executable, "-P", "-c", _MAIN, *words]
         with open(self.directory / "up.log", "a") as log:
-            self.process = subprocess.Popen(argv, env=self.env, text=True, stdout=log, stderr=subprocess.STDOUT,
-                                            start_new_session=True)
+            self.process = subprocess.Popen(argv, env=self.env, text=True, stdout=log if output is None else output,
+                                            stderr=subprocess.STDOUT, start_new_session=True)
         return self
 
     def run(self, *words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:

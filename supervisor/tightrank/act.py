@@ -16,7 +16,7 @@ EVIDENCE_SECONDS = 0.5       # an engine that printed its reason gets this long 
 
 
 def send(process: ProcessId, number: signal.Signals) -> bool:
-    """Sends a signal through a pidfd after a start-time check; False when that process is gone."""
+    """Sends a signal through a pidfd after a start-time check; False when it is gone or could not be signalled."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:
@@ -27,7 +27,7 @@ def send(process: ProcessId, number: signal.Signals) -> bool:
             return False
         signal.pidfd_send_signal(descriptor, number)
         return True
-    except ProcessLookupError:
+    except OSError:
         return False
     finally:
         os.close(descriptor)

@@ -5,9 +5,11 @@ engines: their parent-death signal is bound to it); HTTP, log writing and probes
 """
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
+import resource
 import select
 import signal
 import sys
@@ -34,6 +36,8 @@ CALM_SECONDS, BUSY_SECONDS = 5.0, 0.25       # between ticks when nothing happen
 CALM_TABLE_SECONDS, BUSY_TABLE_SECONDS = 15.0, 0.25
 COALESCE_SECONDS = 0.02                      # what comes together is read together
 FAULTS_IN_A_ROW = 20                         # ticks that raise, then the daemon ends and the guard starts it again
+DESCRIPTORS = 1 << 16                        # as many as we may have: HTTP clients must not take those that readings need
+ORPHAN_ROUNDS = 50                           # x COALESCE_SECONDS: what forks while it is ended is met again
 _ENDED = (Phase.STOPPED, Phase.FAILED)
 _MOVING = (Phase.STARTING, Phase.STOPPING, Phase.BACKING_OFF)
 
@@ -47,7 +51,7 @@ class Generations:
         if path.exists():
             try:
                 self._numbers = {str(name): int(number) for name, number in json.loads(path.read_text()).items()}
-            except (ValueError, AttributeError) as error:
+            except (ValueError, TypeError, AttributeError, OverflowError) as error:
                 raise ConfigError(f"{path}: not a table of generations ({error}); remove it if no engine of this "
                                   "deployment runs", cause="state-directory-unusable") from None
 
@@ -76,13 +80,13 @@ class Daemon:
         self.guard = GuardReader(self.state / "run")
         self.watch = Watch(MemoryReader(), self.guard, NvidiaReader())
         self.beat = wire.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
-        around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next,
-                              lambda: int(self.guard.read().get("stops") or 0))
+        around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops)
         self.specs = plan.build(config, host.read(), inputs.read(config, os.environ))
         self.workers = [Worker(spec, around) for spec in self.specs]
         self.requests = api.requests_queue()
         self.stops = 0                       # SIGTERMs so far
         self.orphaned = False                # the guard is gone
+        self.log_trouble = ""                # as it was last said
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -90,6 +94,7 @@ class Daemon:
         """Serves until it is told to stop. Returns the exit code."""
         listening = api.bind(self.config.http.host, self.config.http.port)
         self._signals()
+        _raise_descriptors()
         self._say("daemon", f"daemon started (pid {os.getpid()})")
         self._end_leftovers()
         app = api.create(self.board, self.journal, self.requests, self._api_settings())
@@ -100,7 +105,6 @@ class Daemon:
             return self._loop()
         finally:
             server.stop()
-            self.prober.close()
             self.sink.close()
 
     def _loop(self) -> int:
@@ -138,8 +142,16 @@ class Daemon:
             self._say("request", f"{wanted.action} {wanted.worker}", wanted.worker)
             self._worker(wanted.worker).ask(Request(wanted.action))
         for worker in self.workers:
+            self._ask_to_stop(worker)
             self.sink.put(worker.template.name, worker.read_pipes())
             self.board.add_steps(worker.template.name, worker.receive())
+
+    def _ask_to_stop(self, worker: Worker) -> None:
+        """In every tick anew: a worker that is being ended for another reason must not start again afterwards."""
+        if self.stops > 0:
+            worker.ask(Request.STOP)
+        if self.stops > 1:
+            worker.hurry()
 
     def _read(self) -> Snapshot:
         moving = any(worker.phase in _MOVING for worker in self.workers)
@@ -153,6 +165,9 @@ class Daemon:
         for worker in self.workers:
             for event in worker.take_events():
                 self._write(event)
+        if self.sink.trouble != self.log_trouble:
+            self.log_trouble = self.sink.trouble
+            self._say("daemon", f"logs: {self.log_trouble or 'written again'}")
         self.board.publish(status.build(self.config.name, self.started_unix, snapshot, self.workers, self.policy,
                                         draining=self.stops > 0))
 
@@ -179,16 +194,9 @@ class Daemon:
             signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR2, self._on_orphaned)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        if os.getppid() == 1 and self.guard.read().get("pid") != 1:
-            self.orphaned = True             # the guard died before its death could be signalled
 
     def _on_stop(self, number: int, frame: object) -> None:
-        self.stops += 1
-        for worker in self.workers:
-            if self.stops == 1:
-                worker.ask(Request.STOP)
-            else:
-                worker.hurry()
+        self.stops += 1                      # the tick does the rest: it may be in the middle of a worker's requests now
 
     def _on_orphaned(self, number: int, frame: object) -> None:
         self.orphaned = True
@@ -201,16 +209,19 @@ class Daemon:
 
     def _end_at_once(self) -> None:
         """Without the guard nobody keeps the floor: every engine ends now."""
-        table = ProcessTable.read()
-        for worker in self.workers:
-            watched = worker.watched()
-            if watched.main is not None:
-                for process in table.tree(watched.main, watched.known):
-                    act.send(process.id, signal.SIGKILL)
+        for _ in range(ORPHAN_ROUNDS):
+            table = ProcessTable.read()
+            left = [process for watched in (worker.watched() for worker in self.workers) if watched.main is not None
+                    for process in table.tree(watched.main, watched.known) if process.state not in "ZX"]
+            if not left:
+                break
+            for process in left:
+                act.send(process.id, signal.SIGKILL)
+            time.sleep(COALESCE_SECONDS)
         self._say("daemon", "the guard is gone: all engines were ended")
 
     def _exit_code(self) -> int:
-        if self.orphaned or any(worker.forced_ends for worker in self.workers):
+        if self.orphaned or any(worker.forced_end for worker in self.workers):
             return EXIT_TEMPORARY
         failed = any(worker.phase is Phase.FAILED for worker in self.workers)
         self._say("daemon", "daemon ended")
@@ -236,13 +247,12 @@ class Daemon:
     def _api_settings(self) -> api.ApiSettings:
         token = os.environ.get("TIGHTRANK_TOKEN")
         if self.config.http.token_file:
-            token = Path(self.config.http.token_file).read_text().strip()
+            token = inputs.read_secret(self.config, "http.token_file", self.config.http.token_file)
         return api.ApiSettings(not api.is_loopback(self.config.http.host), token, plan.to_json(self.specs))
 
     def _fault(self, error: Exception) -> None:
-        print(f"tightrank: a tick failed: {error!r}", file=sys.stderr)
-        traceback.print_exc()
         self._say("daemon", f"a tick failed: {error!r}")
+        self.sink.say("".join(traceback.format_exception(error)).rstrip())
 
     def _say(self, kind: str, sentence: str, worker: str | None = None) -> None:
         self._write(Event(time.time(), kind, worker, None, sentence))
@@ -251,7 +261,7 @@ class Daemon:
         self.journal.append(event)
         if event.kind in ("phase", "decision", "cause", "daemon"):
             place = f"{event.worker}: " if event.worker else ""
-            print(f"tightrank | {place}{event.sentence}", file=sys.stderr, flush=True)
+            self.sink.say(f"{place}{event.sentence}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -260,11 +270,23 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return Daemon(Config.from_json(Path(path).read_text())).run()
     except ConfigError as error:
-        print(f"tightrank: {error}", file=sys.stderr)
+        _last_words(error)
         return EXIT_CONFIG
     except OSError as error:
-        print(f"tightrank: {error}", file=sys.stderr)
+        _last_words(error)
         return EXIT_CONFIG if error.errno else EXIT_SOFTWARE
+
+
+def _last_words(error: Exception) -> None:
+    with contextlib.suppress(OSError):       # nobody may read stderr any more: the exit code must still be right
+        print(f"tightrank: {error}", file=sys.stderr, flush=True)
+
+
+def _raise_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def _asked_to_resume(case: _Case) -> Decision | None:
 
 
 def _asked_to_start(case: _Case) -> Decision | None:
-    if {Request.RESUME, Request.RESTART} & set(case.view.requests):
+    if {Request.RESUME, Request.RESTART} & set(case.view.requests) and Request.STOP not in case.view.requests:
         return case.decision(ActionKind.START, "asked to start")
     return None
 
@@ -231,10 +231,11 @@ def _tree_ended(case: _Case) -> Decision | None:
         return case.decision(ActionKind.FAIL, view.end_trouble.summary, view.end_trouble)
     if not view.ended:
         return None
-    if view.diagnosis is None:
-        kind = ActionKind.START if view.restart_wanted else ActionKind.REST
-        return case.decision(kind, "the tree is gone, nothing is left" + (": starting again" if view.restart_wanted else ""))
-    return _after_failure(case, view.diagnosis)
+    if view.diagnosis is not None and not (Request.STOP in view.requests and view.diagnosis.restart_helps):
+        return _after_failure(case, view.diagnosis)
+    again = view.restart_wanted and Request.STOP not in view.requests
+    return case.decision(ActionKind.START if again else ActionKind.REST,
+                         "the tree is gone, nothing is left" + (": starting again" if again else ""))
 
 
 def _after_failure(case: _Case, diagnosis: Diagnosis) -> Decision:
@@ -257,7 +258,7 @@ def _time_to_start(case: _Case) -> Decision | None:
     available, wanted = case.snapshot.memory.available_bytes, case.policy.floor_bytes + case.policy.margin_bytes
     if available is not None and available < wanted:
         return None                       # it would be ended at once; the status says what is waited for
-    return case.decision(ActionKind.START, f"starting generation {case.view.generation + 1}")
+    return case.decision(ActionKind.START, "starting the next generation")
 
 
 _FAILURES: tuple[Rule, ...] = (_guard_acted, _replicated_fault, _proof, _main_ended, _rank_ended, _hook_failed)
@@ -267,7 +268,7 @@ _RULES: Mapping[Phase, tuple[Rule, ...]] = {
     Phase.DRAINING: (_asked_to_end, _asked_to_resume, *_FAILURES),
     Phase.STOPPING: (_tree_ended,),
     Phase.BACKING_OFF: (_asked_to_rest, _asked_to_start, _time_to_start),
-    Phase.FAILED: (_asked_to_rest, _asked_to_start),
+    Phase.FAILED: (_asked_to_start,),      # asked to stop it stays failed: that it had failed must not be lost
     Phase.STOPPED: (_asked_to_start,),
 }
 

@@ -6,12 +6,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightrank import diagnose, engines, launch
 from tightrank.adapter import wire
+from tightrank.config.flags import MASK
 from tightrank.logs import RING_LINES
+from tightrank.plan import masked
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.ranks import RankReader
 from tightrank.records import (
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 _PROGRESS_BYTES = 16 << 20         # a tree that grew by this much is loading
 _STEPS = list(StartStep)
 TAIL_LINES = 40
+_SECRET_CHARACTERS = 4             # a shorter one would mask half of what the engine says
 
 Say = Callable[[str, str, Mapping[str, object]], None]
 
@@ -63,19 +67,27 @@ class Generation:
         self._hellos: dict[ProcessId, int] = {}      # pidfd of each process that said hello; -1 once it has ended
         self._faults: set[tuple[int, str, str]] = set()
         self._problems: set[str] = set()
+        self._secrets = secrets(spec)
         self._say = say
 
     # --- what the engine says -----------------------------------------------------------------------------------------
 
     def read_pipes(self, starting: bool) -> list[Line]:
         """The lines that have come since the last call. While starting, one of them may prove a failure."""
-        found = [line for pipe in self.launched.pipes if pipe.open for line in pipe.read()]
+        found = [self._without_secrets(line) for pipe in self.launched.pipes if pipe.open for line in pipe.read()]
         for line in found:
             self.lines.append(line)
             self.progress = line.monotonic
             if starting:
                 self._learn(line)
         return found
+
+    def _without_secrets(self, line: Line) -> Line:
+        """Engines print their arguments, keys too, and the last lines are open to whoever may read /status."""
+        for secret in self._secrets:
+            if secret in line.text:
+                line = replace(line, text=line.text.replace(secret, MASK))
+        return line
 
     def _learn(self, line: Line) -> None:
         step = engines.get(self.spec.engine).start_step(line.text)
@@ -87,7 +99,7 @@ class Generation:
 
     def receive(self) -> list[wire_types.Step]:
         """The prefill steps recorded since the last call; faults are kept."""
-        records = self.launched.records.receive(self.spec.generation, lambda: {item.pid for item in self.known})
+        records = self.launched.records.receive(self.spec.generation, {item.pid for item in self.known})
         steps = [record for record in records if isinstance(record, wire.Step)]
         for record in records:
             if isinstance(record, wire.Fault):
@@ -113,7 +125,7 @@ class Generation:
         self.exit_status = self.launched.process.poll()
         for rank in (*reading.ranks, *reading.dead_ranks):
             self._meet(rank)
-        self.known.update(process.id for process in reading.processes)
+        self.known = {self.launched.main, *self._hellos, *(process.id for process in reading.processes)}
         for problem in set(reading.problems) - self._problems:
             self._problems.add(problem)
             self._say("hello", problem, {})
@@ -123,7 +135,6 @@ class Generation:
 
     def _meet(self, rank: RankReading) -> None:
         if rank.id not in self._hellos:
-            self.known.add(rank.id)
             self._hellos[rank.id] = _pidfd(rank.id.pid) if rank.alive else -1
             number = "" if rank.rank is None else f" {rank.rank}"
             self._say("hello", f"{rank.role}{number} (pid {rank.id.pid}) said hello",
@@ -139,7 +150,7 @@ class Generation:
     def step_probe(self, prober: Prober, now: float) -> None:
         """Keeps one probe of the engine's port under way until a real request was served."""
         if self._probe is None:
-            self._probe = prober.start(self.spec)
+            self._probe = prober.start(self.spec, self.healthy_since is not None)
         elif self._probe.done():
             self.result, self._probe = self._probe.result(), None
             if self.result.health_ok and self.healthy_since is None:
@@ -180,6 +191,15 @@ class Generation:
         for descriptor in (self.launched.descriptor, *self._hellos.values()):
             if descriptor >= 0:
                 os.close(descriptor)
+
+
+def secrets(spec: WorkerSpec) -> tuple[str, ...]:
+    """Keys of the engine, on its command line or in a file, longest first."""
+    argv, _ = masked(spec)
+    found = {given.removeprefix(shown.removesuffix(MASK)) for given, shown in zip(spec.argv, argv, strict=True)
+             if given != shown}
+    found |= {spec.api_key} if spec.api_key else set()
+    return tuple(sorted((each for each in found if len(each) >= _SECRET_CHARACTERS), key=len, reverse=True))
 
 
 def _pidfd(pid: int) -> int:

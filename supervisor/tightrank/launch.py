@@ -57,19 +57,27 @@ def spawn(spec: WorkerSpec, environment: Mapping[str, str]) -> Launched:
     """Starts the engine. Must be called from the daemon's main thread (see exec_engine.py). Raises OSError."""
     records, control = prepare(spec)
     argv = [sys.executable, "-I", "-S", "-B", str(_EXEC), str(os.getpid()), str(OOM_SCORE_ADJ), "--", *spec.argv]
+    process = None
     try:
         process = subprocess.Popen(argv, env=engine_environment(spec, environment), stdin=subprocess.DEVNULL,
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    except OSError:
+        descriptor = os.pidfd_open(process.pid)
+        found = read_process(process.pid)              # our child: it stays, if only as a zombie, until we wait
+        if found is None:
+            raise OSError(f"/proc/{process.pid}/stat cannot be read")
+        return Launched(found.id, process, descriptor, _pipes(process), records, control)
+    except (OSError, ValueError) as error:             # ValueError: a null byte in the command line or environment
         records.close()
-        raise
+        if process is not None:                        # nobody else would know of it
+            process.kill()
+            process.wait()
+        raise error if isinstance(error, OSError) else OSError(str(error)) from None
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[Pipe, Pipe]:
     assert process.stdout is not None and process.stderr is not None
-    pipes = (Pipe(os.dup(process.stdout.fileno()), "stdout"), Pipe(os.dup(process.stderr.fileno()), "stderr"))
-    process.stdout.close()
-    process.stderr.close()
-    found = read_process(process.pid)
-    start_time = found.id.start_time if found else 0   # our child: it stays, if only as a zombie, until we wait
-    return Launched(ProcessId(process.pid, start_time), process, os.pidfd_open(process.pid), pipes, records, control)
+    with process.stdout, process.stderr:
+        return Pipe(os.dup(process.stdout.fileno()), "stdout"), Pipe(os.dup(process.stderr.fileno()), "stderr")
 
 
 def forget_older(run_directory: Path, worker: str, generation: int, keep: int = 2) -> None:

@@ -1,6 +1,6 @@
 """An engine's output: bytes from its pipes -> lines -> a bounded ring, a file, and our own stderr with a prefix.
 
-Reading happens in the tick and never waits. Writing (a full disk, a stuck terminal) happens in one thread that drops the
+Reading happens in the tick and never waits. Writing (a full disk, a stuck terminal) happens in threads that drop the
 oldest lines rather than hold anybody up.
 """
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -87,42 +88,69 @@ class Pipe:
         os.close(self.descriptor)
 
 
-class Sink:
-    """Writes lines to <directory>/<worker>.log and, with a prefix, to the console. One thread; `lost` counts drops."""
+class _Writer:
+    """A thread that writes what is put, in order. When it is held up the oldest go, and `lost` counts them."""
 
-    def __init__(self, directory: Path, console: TextIO | None = sys.stderr, keep: int = 10_000) -> None:
-        self._directory = directory
-        self._console = console
+    def __init__(self, name: str, write: Callable[[str, Line], None], keep: int) -> None:
+        self._write = write
         self._waiting: deque[tuple[str, Line]] = deque(maxlen=keep)
         self._wake = threading.Event()
-        self._files: dict[str, int] = {}
         self._closing = False
         self.lost = 0
-        self.trouble = ""
-        self._thread = threading.Thread(target=self._run, name="log-sink", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, worker: str, lines: list[Line]) -> None:
+    def put(self, worker: str, lines: Sequence[Line]) -> None:
         for line in lines:
             self.lost += len(self._waiting) == self._waiting.maxlen
             self._waiting.append((worker, line))
         if lines:
             self._wake.set()
 
-    def close(self, timeout_seconds: float = 2.0) -> None:
-        """Writes what waits, for at most `timeout_seconds`."""
+    def close(self, deadline: float) -> None:
+        """Writes what waits, until `deadline` (monotonic)."""
         self._closing = True
         self._wake.set()
-        self._thread.join(timeout_seconds)
+        self._thread.join(max(deadline - time.monotonic(), 0.0))
 
     def _run(self) -> None:
         while not self._closing or self._waiting:
             self._wake.wait()
             self._wake.clear()
             while self._waiting:
-                worker, line = self._waiting.popleft()
-                self._to_file(worker, line)
-                self._to_console(worker, line)
+                self._write(*self._waiting.popleft())
+
+
+class Sink:
+    """Writes lines to <directory>/<worker>.log and, with a prefix, to the console; each has its thread, so that a terminal
+    that is stuck costs no line of the file. `trouble` says why the file takes nothing, "" when it does."""
+
+    def __init__(self, directory: Path, console: TextIO | None = sys.stderr, keep: int = 10_000) -> None:
+        self._directory = directory
+        self._console = console
+        self._files: dict[str, int] = {}
+        self._refused = 0
+        self.trouble = ""
+        self._to = (_Writer("log-files", self._to_file, keep), _Writer("log-console", self._to_console, keep))
+
+    @property
+    def lost(self) -> int:
+        """Lines that were dropped or that the disk did not take."""
+        return self._refused + sum(writer.lost for writer in self._to)
+
+    def put(self, worker: str, lines: Sequence[Line]) -> None:
+        for writer in self._to:
+            writer.put(worker, lines)
+
+    def say(self, text: str) -> None:
+        """The supervisor's own words, for the console only."""
+        self._to[1].put("tightrank", [Line(time.monotonic(), time.time(), "stderr", text)])
+
+    def close(self, timeout_seconds: float = 2.0) -> None:
+        """Writes what waits, for at most `timeout_seconds`."""
+        deadline = time.monotonic() + timeout_seconds
+        for writer in self._to:
+            writer.close(deadline)
 
     def _to_file(self, worker: str, line: Line) -> None:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(line.unix))
@@ -131,7 +159,7 @@ class Sink:
             os.write(descriptor, f"{stamp}.{int(line.unix % 1 * 1000):03d}Z {line.text}\n".encode())
             self.trouble = ""
         except OSError as error:
-            self.lost += 1
+            self._refused += 1
             self.trouble = f"{self._directory / worker}.log: {error.strerror}"
 
     def _file(self, worker: str) -> int:

@@ -62,7 +62,10 @@ class Watch:
 
 
 def _alive(process: ProcessId) -> bool:
-    found = read_process(process.pid)
+    try:
+        found = read_process(process.pid)
+    except OSError:
+        return True                # it cannot be told now; the next pass may
     return found is not None and found.id == process and found.state not in "ZX"
 
 

@@ -60,12 +60,12 @@ class Worker:
         self.next_start: float | None = self.since
         self.generation = 0
         self.restarts = 0
-        self.forced_ends = 0               # drains that did not end in time
+        self.forced_end = False            # the last drain did not end in time
         self.diagnosis: Diagnosis | None = None
         self.run: Generation | None = None
         self._failures = 0                 # in a row
         self._ending: act.Ending | None = None
-        self._ended = False
+        self._gone = self._ended = False   # the tree; the tree, and its last words are read
         self._restart_wanted = False
         self._failed_at_start = False
         self._requests: list[Request] = []
@@ -150,8 +150,10 @@ class Worker:
         """Goes on ending the tree. The diagnosis may grow clearer with the lines that still come."""
         if self._ending is None or self.run is None:
             return
-        self._ended = self._ending.step(now, table, tuple(self.run.known))
-        if self._ended and self.diagnosis is not None and self.diagnosis.cause in _VAGUE:
+        gone = self._ending.step(now, table, tuple(self.run.known))
+        # One tick more than needed: what it printed last may still be in the pipe, and may say why it ended.
+        self._gone, self._ended = gone, gone and self._gone
+        if gone and self.diagnosis is not None and self.diagnosis.cause in _VAGUE:
             better = self.run.post_mortem(self._failed_at_start)
             if better.cause not in _VAGUE:
                 self._blame(better)
@@ -159,7 +161,7 @@ class Worker:
     def _start(self, decision: Decision, now: float) -> None:
         self._close()
         self.restarts += self.generation > 0
-        self._restart_wanted = False
+        self._restart_wanted = self.forced_end = False
         try:
             self.generation = self._around.next_generation(self.template.name)
             spec = for_generation(self.template, self.generation, self._around.state_directory)
@@ -167,7 +169,8 @@ class Worker:
         except OSError as error:
             self._failures += 1
             self._blame(_spawn_failed(error))
-            self._enter(Phase.FAILED, now)
+            self._ended = True             # there is nothing to end: whether and when to try again is decided as always
+            self._enter(Phase.STOPPING, now)
             return
         self.diagnosis = None
         launch.forget_older(Path(spec.run_directory).parent, spec.name, self.generation)
@@ -190,7 +193,7 @@ class Worker:
         spec = self.run.spec
         patience = spec.drain_seconds if on_request else act.EVIDENCE_SECONDS
         self._ending = act.Ending(self.run.launched.main, spec.host, spec.port, now, patience, on_request)
-        self._ended = False
+        self._gone = self._ended = False
         self._enter(Phase.STOPPING, now)
 
     def _back_off(self, decision: Decision, now: float) -> None:
@@ -210,7 +213,7 @@ class Worker:
 
     def _close(self) -> None:
         if self._ending is not None:
-            self.forced_ends += self._ending.forced
+            self.forced_end = self._ending.forced
         self._ending, self._ended, self.next_start = None, False, None
         if self.run is not None:
             self._last_tail = self.run.tail()

@@ -111,6 +111,12 @@ STARTING = view(Phase.STARTING, healthy_since_monotonic=NOW - 5)
     (view(Phase.BACKING_OFF, next_start_monotonic=NOW), {"available": 2 * GIB - 1}, None, None),   # floor + margin
     (view(Phase.BACKING_OFF, next_start_monotonic=NOW), {"available": None}, ActionKind.START, None),
     (view(Phase.BACKING_OFF, next_start_monotonic=NOW, requests=(Request.STOP,)), {}, ActionKind.REST, None),
+    # a supervisor that is stopping starts nothing again, whatever else a worker is being ended for
+    (view(Phase.STOPPING, ended=True, requests=(Request.STOP,), restart_wanted=True), {}, ActionKind.REST, None),
+    (view(Phase.STOPPING, ended=True, requests=(Request.STOP,), diagnosis=CRASH, failures_in_row=1), {}, ActionKind.REST, None),
+    (view(Phase.STOPPING, ended=True, requests=(Request.STOP,), diagnosis=SIZING), {}, ActionKind.FAIL, "kv-pool-too-small"),
+    (view(Phase.STOPPED, requests=(Request.STOP, Request.RESUME)), {}, None, None),
+    (view(Phase.FAILED, diagnosis=SIZING, requests=(Request.STOP,)), {}, None, None),
     (view(Phase.FAILED, diagnosis=SIZING), {}, None, None),
     (view(Phase.FAILED, requests=(Request.RESUME,)), {}, ActionKind.START, None),
     (view(Phase.STOPPED, requests=(Request.RESTART,)), {}, ActionKind.START, None),

@@ -100,3 +100,26 @@ def test_a_stuck_console_does_not_hold_the_caller(tmp_path: Path) -> None:
         put(sink, *["y"] * 20)
     assert time.monotonic() - started < 2 and sink.lost > 800
     sink.close(timeout_seconds=0.1)
+
+
+def test_a_stuck_console_costs_the_file_nothing(tmp_path: Path) -> None:
+    sink = Sink(tmp_path, Stuck())
+    sink.say("our own words")
+    put(sink, *["z"] * 50)
+    wait_until(lambda: (tmp_path / "w.log").exists() and (tmp_path / "w.log").read_text().count(" z\n") == 50, 5)
+    sink.close(timeout_seconds=0.1)
+
+
+class Closed(io.StringIO):
+    """A pipe whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_console_that_nobody_reads_any_more_is_given_up(tmp_path: Path) -> None:
+    sink = Sink(tmp_path, Closed())
+    sink.say("our own words")
+    put(sink, "one", "two")
+    sink.close()
+    assert (tmp_path / "w.log").read_text().count("\n") == 2

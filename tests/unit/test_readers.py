@@ -3,14 +3,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
 from tightrank.adapter import wire
 from tightrank.readers.guard import GuardReader
 from tightrank.readers.memory import MemoryReader, meminfo, pressure
-from tightrank.readers.process import Process, ProcessTable, marked, parse_stat
+from tightrank.readers.process import Process, ProcessTable, marked, parse_stat, read_process
 from tightrank.records import ProcessId
+from tightrank.watch import _alive
 
 MIB = 1 << 20
 STAT = "4242 ({name}) S 17 4200 4100 0 -1 4194560 1 0 0 0 250 150 0 0 20 0 9 0 99887 1000000 2560 18446744073709551615"
@@ -102,6 +104,21 @@ def test_a_tree_holds_descendants_orphans_of_the_session_and_what_was_known() ->
 def test_a_pid_that_was_used_again_is_not_ours() -> None:
     table = ProcessTable([process(10, 1, 1, start=80), process(11, 10, 1)])
     assert table.tree(ProcessId(10, 50), [ProcessId(11, 49)]) == []
+    table = ProcessTable([process(10, 1, 10, start=80), process(11, 10, 10, start=81)])      # it leads a session too
+    assert table.tree(ProcessId(10, 50)) == []
+
+
+def test_without_descriptors_no_process_is_taken_for_dead() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ourselves = ProcessId(os.getpid(), wire.start_time(os.getpid()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        assert _alive(ourselves)
+        with pytest.raises(OSError, match="Too many open files"):
+            read_process(os.getpid())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert read_process(2**22 + 1) is None
 
 
 def test_leftovers_are_found_by_their_mark(tmp_path: Path) -> None:
@@ -125,3 +142,5 @@ def test_the_guards_page_and_last_record(tmp_path: Path) -> None:
     page.write(7, 8, 9, 10, 11, 12, 13, 2, 15, 16, 1, 0, 18)
     (tmp_path / "guard.jsonl").unlink()     # a full disk: the count stands, the record does not
     assert reader.read()["stops"] == 2 and reader.read()["last"] == {}
+    page._map[:8] = bytes([7, 0, 0, 0, 0, 0, 0, 0])      # being written for ever: unknown, and never 0
+    assert reader.read() == {} and reader.stops() == 2

@@ -1,13 +1,15 @@
-"""Asks an engine's port: its health, then one real request of ours. In threads with time limits; the tick only looks.
+"""Asks an engine's port: its health and, once that is well, one real request of ours. In threads with time limits; the
+tick only looks.
 
 A first request may compile kernels and take minutes; being slow is not a refusal, so only the start's progress limit
 bounds it (see decide.start_stalled).
 """
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import httpx2
 
@@ -21,37 +23,38 @@ PAUSE_SECONDS = 0.25
 
 
 class Prober:
-    """At most one probe of a worker at a time; a probe of an ended generation is left to time out and not looked at."""
+    """At most one probe of a worker at a time; a probe of an ended generation is left to time out and not looked at. Its
+    thread is a daemon thread, since an executor's threads would hold up our own end for as long."""
 
-    def __init__(self, wake: Callable[[], None], most: int = 8) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=most, thread_name_prefix="probe")
+    def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
-    def start(self, spec: WorkerSpec) -> Future[ProbeResult]:
-        future = self._pool.submit(probe, spec)
+    def start(self, spec: WorkerSpec, healthy: bool) -> Future[ProbeResult]:
+        """Asks for its health, or (`healthy`: it was told already) sends the canary."""
+        future: Future[ProbeResult] = Future()
         future.add_done_callback(lambda _: self._wake())
+        threading.Thread(target=lambda: future.set_result(probe(spec, healthy)), name="probe", daemon=True).start()
         return future
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
-
-def probe(spec: WorkerSpec) -> ProbeResult:
-    """Health, then the canary. Never raises; `why` names what refused."""
+def probe(spec: WorkerSpec, healthy: bool) -> ProbeResult:
+    """Never raises; `why` names what refused."""
     asked = engines.get(spec.engine)
     time.sleep(PAUSE_SECONDS)
-    with httpx2.Client() as client:
-        why = _refusal(client, asked.health(spec), HEALTH_SECONDS)
-        if why:
-            return ProbeResult(time.monotonic(), False, False, why)
-        why = _refusal(client, asked.canary(spec), CANARY_SECONDS)
+    if healthy:
+        why = _refusal(asked.canary(spec), CANARY_SECONDS)
         return ProbeResult(time.monotonic(), True, not why, why)
+    why = _refusal(asked.health(spec), HEALTH_SECONDS)
+    return ProbeResult(time.monotonic(), not why, False, why)
 
 
-def _refusal(client: httpx2.Client, call: Probe, seconds: float) -> str:
-    """Empty when the engine answered 200."""
+def _refusal(call: Probe, seconds: float) -> str:
+    """Empty when the engine answered 200. A proxy of the environment is not for our engines, nor is their key for it."""
     try:
-        response = client.request(call.method, call.url, json=call.body, headers=dict(call.headers), timeout=seconds)
-    except httpx2.HTTPError as error:
+        with httpx2.Client(trust_env=False, timeout=seconds) as client:
+            response = client.request(call.method, call.url, json=call.body, headers=dict(call.headers))
+    except UnicodeError:
+        return f"{call.method} {call.url}: the API key is not ASCII and cannot be sent in a header"
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         return f"{call.method} {call.url}: {type(error).__name__}: {error}"
     return "" if response.status_code == 200 else f"{call.method} {call.url}: {response.status_code} {response.text[:200]}"

@@ -37,6 +37,11 @@ class GuardReader:
             self._stops, self._last = values["stops"], self._last_record()
         return {**page, "last": self._last}
 
+    def stops(self) -> int:
+        """How often the guard has acted; the last number known when its page cannot be read now."""
+        self.read()
+        return self._stops
+
     def _last_record(self) -> Mapping[str, Any]:
         try:
             with open(self._directory / "guard.jsonl", "rb") as file:

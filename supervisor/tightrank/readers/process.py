@@ -60,9 +60,11 @@ class ProcessTable:
     def tree(self, main: ProcessId, known: Iterable[ProcessId] = ()) -> list[Process]:
         """The engine's processes: descendants of `main`, its session (launch gives it one of its own; orphans keep it),
         and those of `known` that are still there."""
-        wanted = {item.pid for item in known if item in {p.id for p in self.by_pid.values()}}
-        wanted |= {p.id.pid for p in self.by_pid.values() if p.session == main.pid and p.id.start_time >= main.start_time}
+        wanted = {item.pid for item in known if item.pid in self.by_pid and self.by_pid[item.pid].id == item}
         top = self.by_pid.get(main.pid)
+        if top is None or top.id == main:          # else its pid, and so its session's number, is another's by now
+            wanted |= {p.id.pid for p in self.by_pid.values()
+                       if p.session == main.pid and p.id.start_time >= main.start_time}
         waiting = [main.pid] if top is not None and top.id == main else []
         waiting += sorted(wanted)
         seen: set[int] = set()
@@ -75,11 +77,12 @@ class ProcessTable:
 
 
 def read_process(pid: int, proc: str = "/proc") -> Process | None:
-    """None when there is no such process (any more)."""
+    """None when there is no such process (any more), or none that we may see. Raises OSError when it cannot be told: out
+    of descriptors or memory we must take no process for dead."""
     try:
         with open(f"{proc}/{pid}/stat", "rb") as file:
             return parse_stat(pid, file.read().decode(errors="replace"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError, ValueError):
         return None
 
 

@@ -96,7 +96,7 @@ class RankReader:
 
 
 class RecordSocket:
-    """The receiving end of a generation's records. A record counts only from a process of our own user that said hello."""
+    """The receiving end of a generation's records. A record counts only from a process of our own user and of the tree."""
 
     def __init__(self, directory: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
@@ -110,7 +110,7 @@ class RecordSocket:
         os.chmod(directory / wire.RECORDS, 0o600)
         self.refused = 0
 
-    def receive(self, generation: int, known_pids: Callable[[], set[int]]) -> list[wire_types.Step | wire_types.Fault]:
+    def receive(self, generation: int, known_pids: set[int]) -> list[wire_types.Step | wire_types.Fault]:
         """The records that wait, oldest first; those of strangers or other generations are counted in `refused`."""
         records = []
         for _ in range(_MOST_RECORDS_A_PASS):
@@ -125,7 +125,7 @@ class RecordSocket:
                 self.refused += 1
                 continue
             if sender and sender[1] == os.geteuid() and sender[0] == record.pid and \
-                    record.generation == generation and record.pid in known_pids():
+                    record.generation == generation and record.pid in known_pids:
                 records.append(record)
             else:
                 self.refused += 1
