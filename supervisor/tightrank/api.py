@@ -7,19 +7,15 @@ Writes need the bearer token. Without one they work on a loopback bind only, and
 """
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 import queue
 import re
-import socket
-import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-import uvicorn
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
@@ -28,9 +24,9 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from tightrank import __version__
 from tightrank.admission import AdmissionRequest, admit, restart_seconds
-from tightrank.edge import BodyLimit, Connection, EventStream, JsonResponse, error_response, validation_error
+from tightrank.edge import BodyLimit, EventStream, JsonResponse, error_response, validation_error
 from tightrank.metrics import CONTENT_TYPE, render
-from tightrank.records import Status
+from tightrank.records import Phase, Status, WorkerStatus
 from tightrank.report import Board, Journal, ready_json, status_json
 
 STALE_SECONDS = 10.0           # a tick takes well under 1 s; one that is this old is not coming
@@ -47,11 +43,16 @@ class WorkerRequest:
     worker: str
 
 
-Requests = queue.Queue[WorkerRequest]
+class Requests(queue.Queue[WorkerRequest]):
+    """What waits for the tick; `wake` ends its wait. Bounded."""
 
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        super().__init__(maxsize=MOST_REQUESTS)
+        self._wake = wake
 
-def requests_queue() -> Requests:
-    return queue.Queue(maxsize=MOST_REQUESTS)
+    def _put(self, item: WorkerRequest) -> None:
+        super()._put(item)
+        self._wake()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class _Parts:
 
 
 def create(board: Board, journal: Journal, requests: Requests, settings: ApiSettings) -> FastAPI:
-    """The application. `requests` receives what people ask of workers; see `requests_queue`."""
+    """The application. `requests` receives what people ask of workers; see `Requests`."""
     app = FastAPI(title="tightrank", version=__version__, docs_url=None, redoc_url=None)
     parts = _Parts(board, journal, requests, settings)
     app.include_router(_health(parts))
@@ -194,10 +195,13 @@ def _writing(parts: _Parts) -> APIRouter:
     @router.post("/workers/{name}/{action}", status_code=202)
     def worker(name: str, action: str, body: Annotated[Nothing | None, Body()] = None) -> Response:
         """Asks the supervisor to drain, resume or restart a worker. 202: it is asked; /events tells what came of it."""
-        _known(parts, name)
+        phase = _known(parts, name).phase
         if action not in _SENTENCES:
             raise HTTPException(404, {"message": f"{action!r}: a worker can be asked to {', '.join(_SENTENCES)}",
                                       "code": "action_not_found"})
+        if phase not in _PHASES[action]:
+            raise HTTPException(409, {"message": f"{name} is {phase.value}: {action} can be asked of a worker that is "
+                                                 f"{', '.join(sorted(_PHASES[action]))}", "code": "wrong_phase"})
         try:
             parts.requests.put_nowait(WorkerRequest(action, name))  # type: ignore[arg-type]
         except queue.Full:
@@ -216,11 +220,19 @@ _SENTENCES: Mapping[str, str] = {
 }
 
 
-def _known(parts: _Parts, name: str) -> None:
-    names = [w.name for w in parts.status().workers]
-    if name not in names:
-        raise HTTPException(404, {"message": f"worker={name!r}: not here (known: {', '.join(names) or 'none'})",
+_PHASES: Mapping[str, frozenset[Phase]] = {
+    "drain": frozenset({Phase.UP}),
+    "resume": frozenset({Phase.DRAINING, Phase.BACKING_OFF, Phase.FAILED, Phase.STOPPED}),
+    "restart": frozenset(set(Phase) - {Phase.STOPPING}),
+}
+
+
+def _known(parts: _Parts, name: str) -> WorkerStatus:
+    workers = {worker.name: worker for worker in parts.status().workers}
+    if name not in workers:
+        raise HTTPException(404, {"message": f"worker={name!r}: not here (known: {', '.join(workers) or 'none'})",
                                   "param": "worker", "code": "worker_not_found"})
+    return workers[name]
 
 
 def _writer(settings: ApiSettings) -> Any:
@@ -265,64 +277,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
-
-
-class _Quiet(uvicorn.Server):
-    """uvicorn without its ten looks a second whether it should exit, which cost 0.6 % of a core. They also keep the Date
-    header fresh, so that is off."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self._end = asyncio.Event()
-        self._running_loop: asyncio.AbstractEventLoop | None = None
-
-    async def main_loop(self) -> None:
-        self._running_loop = asyncio.get_running_loop()
-        if not self.should_exit:
-            await self._end.wait()
-
-    def ask_to_exit(self) -> None:
-        """From any thread."""
-        self.should_exit = True
-        if self._running_loop is not None and not self._running_loop.is_closed():
-            self._running_loop.call_soon_threadsafe(self._end.set)
-
-
-class Server:
-    """uvicorn in a thread of its own, on a socket that is bound already: one in use is found before any start."""
-
-    def __init__(self, app: FastAPI, listening: socket.socket) -> None:
-        config = uvicorn.Config(app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_level="warning",
-                                access_log=False, server_header=False, date_header=False, timeout_graceful_shutdown=1)
-        self._server = _Quiet(config)
-        self._thread = threading.Thread(target=self._server.run, args=([listening],), name="http", daemon=True)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def stop(self) -> None:
-        """Ends the server within about 2 s; open event streams are cut."""
-        self._server.ask_to_exit()
-        self._thread.join(5.0)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket for `Server`: who connects before it serves waits. Raises OSError (in use, not of this host)."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol by name: asyncio sets TCP_NODELAY only where it sees it; without, each answer waits 40 ms for an ACK.
-    bound = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, socket.IPPROTO_TCP)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-        bound.listen(128)
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
-def serve(app: FastAPI, listening: socket.socket) -> Server:
-    """Starts serving `app` in a thread and returns at once."""
-    return Server(app, listening)

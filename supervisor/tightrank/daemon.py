@@ -12,12 +12,13 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 
-from tightrank import act, api, decide, host, inputs, plan, status
+from tightrank import act, api, decide, host, inputs, plan, serve, status
 from tightrank.adapter import wire
 from tightrank.config import Config
 from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
@@ -37,7 +38,7 @@ CALM_TABLE_SECONDS, BUSY_TABLE_SECONDS = 15.0, 0.25
 COALESCE_SECONDS = 0.02                      # what comes together is read together
 FAULTS_IN_A_ROW = 20                         # ticks that raise, then the daemon ends and the guard starts it again
 DESCRIPTORS = 1 << 16                        # as many as we may have: HTTP clients must not take those that readings need
-ORPHAN_ROUNDS = 50                           # x COALESCE_SECONDS: what forks while it is ended is met again
+ROUNDS = 50                           # x COALESCE_SECONDS: what forks while it is ended is met again
 _ENDED = (Phase.STOPPED, Phase.FAILED)
 _MOVING = (Phase.STARTING, Phase.STOPPING, Phase.BACKING_OFF)
 
@@ -83,7 +84,7 @@ class Daemon:
         around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops)
         self.specs = plan.build(config, host.read(), inputs.read(config, os.environ))
         self.workers = [Worker(spec, around) for spec in self.specs]
-        self.requests = api.requests_queue()
+        self.requests = api.Requests(self.wake)
         self.stops = 0                       # SIGTERMs so far
         self.orphaned = False                # the guard is gone
         self.log_trouble = ""                # as it was last said
@@ -92,13 +93,13 @@ class Daemon:
 
     def run(self) -> int:
         """Serves until it is told to stop. Returns the exit code."""
-        listening = api.bind(self.config.http.host, self.config.http.port)
+        listening = _bind(self.config.http.host, self.config.http.port)
         self._signals()
         _raise_descriptors()
         self._say("daemon", f"daemon started (pid {os.getpid()})")
         self._end_leftovers()
         app = api.create(self.board, self.journal, self.requests, self._api_settings())
-        server = api.serve(app, listening)
+        server = serve.Server(app, listening)
         gc.collect()
         gc.freeze()                          # what is there now stays: no collection needs to walk it in a tick
         try:
@@ -109,7 +110,7 @@ class Daemon:
 
     def _loop(self) -> int:
         faults = 0
-        while not self._over():
+        while True:
             try:
                 self.tick()
                 faults = 0
@@ -118,8 +119,9 @@ class Daemon:
                 self._fault(error)
                 if faults >= FAULTS_IN_A_ROW:
                     return EXIT_SOFTWARE
+            if self._over():
+                return self._exit_code()
             self._wait()
-        return self._exit_code()
 
     def tick(self) -> None:
         """The program."""
@@ -144,7 +146,6 @@ class Daemon:
         for worker in self.workers:
             self._ask_to_stop(worker)
             self.sink.put(worker.template.name, worker.read_pipes())
-            self.board.add_steps(worker.template.name, worker.receive())
 
     def _ask_to_stop(self, worker: Worker) -> None:
         """In every tick anew: a worker that is being ended for another reason must not start again afterwards."""
@@ -159,6 +160,7 @@ class Daemon:
                                    BUSY_TABLE_SECONDS if moving else CALM_TABLE_SECONDS)
         for worker in self.workers:
             worker.observe(snapshot.workers[worker.template.name], snapshot.monotonic)
+            self.board.add_steps(worker.template.name, worker.receive())     # after its hellos: who is unknown is not heard
         return snapshot
 
     def _publish(self, snapshot: Snapshot) -> None:
@@ -209,7 +211,7 @@ class Daemon:
 
     def _end_at_once(self) -> None:
         """Without the guard nobody keeps the floor: every engine ends now."""
-        for _ in range(ORPHAN_ROUNDS):
+        for _ in range(ROUNDS):
             table = ProcessTable.read()
             left = [process for watched in (worker.watched() for worker in self.workers) if watched.main is not None
                     for process in table.tree(watched.main, watched.known) if process.state not in "ZX"]
@@ -228,10 +230,15 @@ class Daemon:
         return EXIT_UNAVAILABLE if failed else 0
 
     def _end_leftovers(self) -> None:
-        """Ends what a supervisor of this state directory that died whole has left behind."""
-        for process in marked(plan.mark(self.state)):
-            if act.send(process, signal.SIGKILL):
-                self._say("daemon", f"ended a leftover of an earlier run: pid {process.pid}")
+        """Ends what a supervisor of this state directory that died whole has left behind, before anything is started."""
+        for _ in range(ROUNDS):
+            left = marked(plan.mark(self.state))
+            for process in left:
+                if act.send(process, signal.SIGKILL):
+                    self._say("daemon", f"ended a leftover of an earlier run: pid {process.pid}")
+            if not left:
+                return
+            time.sleep(COALESCE_SECONDS)
 
     # --- small things -------------------------------------------------------------------------------------------------
 
@@ -272,9 +279,17 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         _last_words(error)
         return EXIT_CONFIG
-    except OSError as error:
+    except OSError as error:                 # no descriptors, no disk: the guard tries again
         _last_words(error)
-        return EXIT_CONFIG if error.errno else EXIT_SOFTWARE
+        return EXIT_SOFTWARE
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        return serve.bind(host, port)
+    except OSError as error:
+        raise ConfigError(f"http.host, http.port: {host}:{port} cannot be listened on ({error.strerror}); give another port",
+                          cause="port-taken") from None
 
 
 def _last_words(error: Exception) -> None:

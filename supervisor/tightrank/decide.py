@@ -228,7 +228,7 @@ def _became_ready(case: _Case) -> Decision | None:
 def _tree_ended(case: _Case) -> Decision | None:
     view = case.view
     if view.end_trouble is not None:
-        return case.decision(ActionKind.FAIL, view.end_trouble.summary, view.end_trouble)
+        return _after_failure(case, view.end_trouble)
     if not view.ended:
         return None
     if view.diagnosis is not None and not (Request.STOP in view.requests and view.diagnosis.restart_helps):

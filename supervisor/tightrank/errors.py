@@ -53,7 +53,6 @@ _ALL = (
     Cause("process-unkillable", "A process stayed in state D after SIGKILL.", False),
     Cause("port-not-released", "A port of the worker stayed in use after its tree was ended.", True),
     Cause("spawn-failed", "The engine's process could not be started.", True),
-    Cause("restarts-exhausted", "The worker failed too often in a row.", False),
     Cause("unknown", "The engine ended and nothing it printed says why.", True),
 )
 CAUSES = {cause.id: cause for cause in _ALL}

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _PROGRESS_BYTES = 16 << 20         # a tree that grew by this much is loading
 _STEPS = list(StartStep)
+# What engines print again and again while nothing moves: no sign of progress.
+_WAITS = re.compile(r"No available shared memory broadcast block|[Ww]aiting for ")
 TAIL_LINES = 40
 _SECRET_CHARACTERS = 4             # a shorter one would mask half of what the engine says
 
@@ -77,7 +80,8 @@ class Generation:
         found = [self._without_secrets(line) for pipe in self.launched.pipes if pipe.open for line in pipe.read()]
         for line in found:
             self.lines.append(line)
-            self.progress = line.monotonic
+            if not _WAITS.search(line.text):
+                self.progress = line.monotonic
             if starting:
                 self._learn(line)
         return found

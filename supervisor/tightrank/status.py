@@ -44,7 +44,8 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
 
 def _facts(reading: WorkerReading, name: str) -> list[int]:
     """What the ranks say of themselves."""
-    return [rank.facts[name] for rank in reading.ranks if isinstance(rank.facts.get(name), int)]
+    facts = [rank.facts.get(name) for rank in reading.ranks]
+    return [fact for fact in facts if type(fact) is int and fact > 0]
 
 
 def _line(planned: LineSpec | None, reading: WorkerReading) -> LineSpec | None:

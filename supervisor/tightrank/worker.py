@@ -159,6 +159,8 @@ class Worker:
                 self._blame(better)
 
     def _start(self, decision: Decision, now: float) -> None:
+        if self.phase in (Phase.FAILED, Phase.STOPPED):
+            self._failures = 0             # a person asked: what was wrong may be mended
         self._close()
         self.restarts += self.generation > 0
         self._restart_wanted = self.forced_end = False

@@ -244,3 +244,19 @@ def test_run_supervises_a_command_line_without_a_file(make: Make, tmp_path: Path
     worker = deployment.wait_phase("up")
     assert (worker["name"], worker["engine"], worker["port"]) == ("worker", "vllm", deployment.engine_port)
     assert deployment.terminate() == 0
+
+
+def test_a_request_that_the_phase_cannot_take_is_refused(make: Make) -> None:
+    deployment = make().up()
+    deployment.wait_phase("up")
+    answer = deployment.post("/workers/w0/resume")
+    assert answer.status_code == 409 and "draining" in answer.json()["error"]["message"]
+
+
+def test_a_program_that_vanished_after_the_check_is_named(make: Make, tmp_path: Path) -> None:
+    program = tmp_path / "engine"
+    program.write_text("#!/nowhere/python\n")
+    program.chmod(0o755)
+    worker = make(command=[str(program)]).up().wait_phase("failed")
+    assert worker["diagnosis"]["cause"] == "engine-binary-missing" and str(program) in worker["diagnosis"]["summary"]
+    assert worker["generation"] == 1

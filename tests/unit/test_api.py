@@ -20,14 +20,12 @@ from tightrank.api import (
     ApiSettings,
     Requests,
     WorkerRequest,
-    bind,
     create,
     is_loopback,
-    requests_queue,
-    serve,
 )
 from tightrank.records import Event, Phase
 from tightrank.report import Board, Journal
+from tightrank.serve import Server, bind
 
 WRITE = {"X-Tightrank": "1", "Content-Type": "application/json"}
 
@@ -52,10 +50,10 @@ class Api:
 
 
 def start(tmp_path: Path, settings: ApiSettings) -> Iterator[Api]:
-    board, journal, requests = Board(), Journal(tmp_path / "journal.jsonl"), requests_queue()
+    board, journal, requests = Board(), Journal(tmp_path / "journal.jsonl"), Requests()
     listening = bind("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    server = serve(create(board, journal, requests, settings), listening)
+    server = Server(create(board, journal, requests, settings), listening)
     board.publish(status())
     with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client:
         yield Api(board, journal, requests, client, port)
@@ -196,9 +194,18 @@ def test_a_wrong_content_length_hangs_nobody(api: Api) -> None:
 
 @pytest.mark.parametrize("action", ["drain", "resume", "restart"])
 def test_a_write_becomes_a_request_for_the_tick(api: Api, action: Any) -> None:
+    if action == "resume":
+        api.board.publish(status(worker(phase=Phase.DRAINING, ready=False)))
     answer = api.write(f"/workers/w0/{action}")
     assert answer.status_code == 202 and answer.json()["accepted"] and "w0" in answer.json()["message"]
     assert api.requests.get_nowait() == WorkerRequest(action, "w0")
+
+
+@pytest.mark.parametrize(("action", "phase"), [("drain", Phase.STARTING), ("resume", Phase.UP), ("restart", Phase.STOPPING)])
+def test_a_request_that_the_phase_cannot_take_is_refused(api: Api, action: Any, phase: Phase) -> None:
+    api.board.publish(status(worker(phase=phase)))
+    assert error(api.write(f"/workers/w0/{action}"), 409)["code"] == "wrong_phase"
+    assert api.requests.empty()
 
 
 def test_writes_to_what_is_not_there(api: Api) -> None:

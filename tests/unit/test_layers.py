@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("worker",),
     ("status", "report"),
     ("metrics", "admission", "edge"),
-    ("api",),
+    ("api", "serve"),
     ("daemon", "cli"),
 )
 ALONE = {"guard", "exec_engine"}      # run as programs; import nothing of ours

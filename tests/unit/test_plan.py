@@ -194,6 +194,7 @@ def test_a_generation_adds_its_directory_and_its_mark(tmp_path: Path) -> None:
     assert started.env["TIGHTRANK_ADAPTER"] == started.run_directory
     assert started.env["TIGHTRANK_RUN"] == f"{plan.mark(tmp_path)}:a:7"
     assert dataclasses.replace(started, generation=0, run_directory="", env=spec.env) == spec
+    (tmp_path / "other").mkdir()
     assert plan.mark(tmp_path) != plan.mark(tmp_path / "other")
 
 

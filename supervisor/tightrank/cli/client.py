@@ -16,6 +16,7 @@ from tightrank import act
 from tightrank.cli.common import add_config_options, load_config
 from tightrank.cli.show import status_text
 from tightrank.errors import EXIT_UNAVAILABLE
+from tightrank.inputs import read_secret
 from tightrank.readers.guard import GuardReader
 from tightrank.readers.process import read_process
 from tightrank.records import ProcessId
@@ -99,6 +100,8 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _request(arguments: argparse.Namespace) -> int:
     token = os.environ.get("TIGHTRANK_TOKEN")
+    if arguments.url is None and (config := load_config(arguments).config).http.token_file:
+        token = read_secret(config, "http.token_file", config.http.token_file)
     status, body = _ask(arguments, "POST", f"/workers/{quote(arguments.worker, safe='')}/{arguments.action}", token)
     if not status:
         return EXIT_UNAVAILABLE

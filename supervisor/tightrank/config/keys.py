@@ -56,7 +56,7 @@ _ALL = (
         unset="a public address is read-only"),
     Key("guard.floor", Size(), "Available memory below which all ranks are ended; 0B: no floor.", "1.5GiB"),
     Key("guard.margin", Size(), "Memory kept free above the floor.", "512MiB"),
-    Key("guard.priority", Whole(0, 9), "Of several guards on a host the one with the lowest number acts first.", "0"),
+    Key("guard.priority", Whole(0, 9), "Of several guards on a host the highest acts first: the floor + 64 MiB for each.", "0"),
     Key("line.budget", Whole(1, 10**15), "Token² budget B: new tokens x longest key length of a batch stay under it.",
         "2.0e8"),
     Key("line.minimum", _TOKENS, "Smallest chunk (tokens) of a request that was accepted.", "256"),

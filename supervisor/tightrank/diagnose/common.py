@@ -65,6 +65,12 @@ SIGNATURES: tuple[Signature, ...] = (
         "give the host or container more memory, or the engine less; raise guard.floor so that the guard acts first",
         "Linux mm/oom_kill.c", shape="kernel", start_only=False, decisive=False),
     Signature(
+        "engine-binary-missing",
+        r"tightrank: cannot start the engine: (?P<program>.+): (?P<why>[^:]+)$",
+        "The engine's program cannot be started: {program}: {why}.",
+        "look at `command`: the path, its permissions, the interpreter that its first line names",
+        "supervisor/tightrank/exec_engine.py", shape="logged"),
+    Signature(
         "rank-died",
         r"\[[^\]]{0,200}/gloo/transport/[^\]]{0,100}\] .{0,100}Connection (?:reset|closed) by peer",
         "A rank lost its connection to another one: the other one ended first.",

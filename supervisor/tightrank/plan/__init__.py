@@ -50,7 +50,9 @@ def for_generation(spec: WorkerSpec, generation: int, state_directory: Path) -> 
 
 def mark(state_directory: Path) -> str:
     """What the environment of every process that descends from this state directory's supervisor carries, in front."""
-    return hashlib.sha256(str(state_directory.resolve()).encode()).hexdigest()[:16]
+    path = state_directory.resolve()
+    found = path.stat()          # two containers may use one path and see each other's processes
+    return hashlib.sha256(f"{path}:{found.st_dev}:{found.st_ino}".encode()).hexdigest()[:16]
 
 
 def _worker(config: Config, index: int, engine: Engine, inputs: Inputs) -> WorkerSpec:
