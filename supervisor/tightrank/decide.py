@@ -171,12 +171,12 @@ def _hook_failed(case: _Case) -> Decision | None:
         for hook, state in rank.hooks.items():
             if hook in case.view.hooks and state.get("state") in ("failed", "skipped"):
                 return case.stop(_not_in_force(
-                    case, hook, f"{state['state']} on {_rank_words(rank)}: wanted {state.get('wanted') or hook}, "
-                                f"found {state.get('found') or 'nothing'}"))
+                    hook, f"{state['state']} on {_rank_words(rank)}: wanted {state.get('wanted') or hook}, "
+                          f"found {state.get('found') or 'nothing'}"))
     return None
 
 
-def _not_in_force(case: _Case, hook: str, found: str) -> Diagnosis:
+def _not_in_force(hook: str, found: str) -> Diagnosis:
     return _fatal("adapter-not-in-force", f"hook {hook} is not in force: {found}",
                   f"start the engine without -I, -E or -S, with a release that has the hook, or leave {hook} out of `hooks`")
 
@@ -197,7 +197,7 @@ def _healthy_without_hooks(case: _Case) -> Decision | None:
     if since is None or case.snapshot.monotonic - since < HELLO_GRACE_SECONDS:
         return None
     missing = missing_hooks(case.view.hook_roles, case.reading.ranks)
-    return case.stop(_not_in_force(case, *missing[0])) if missing else None
+    return case.stop(_not_in_force(*missing[0])) if missing else None
 
 
 def _start_stalled(case: _Case) -> Decision | None:

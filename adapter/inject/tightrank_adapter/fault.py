@@ -100,14 +100,23 @@ def wrap(owner: Any, name: str, hook: str, *, before: Optional[Callable[..., Any
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        token = _NOTHING if is_off(hook) else tried(hook, where, ours, _NOTHING, replicated, *args, **kwargs)
+        token = _NOTHING
+        if _counts.get(hook, 0) < LIMIT:  # `tried` in place: it saves two calls in every step of an engine
+            try:
+                token = ours(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the same place
+                report(hook, where, error, replicated)
         if token is _NOTHING and fallback is not None:
             token = tried(hook, where, fallback, _NOTHING, replicated, *args, **kwargs)
         if type(token) is Answer:
             return token.value
         result = original(*args, **kwargs)
         if after is not None and token is not _NOTHING:
-            answer = tried(hook, where, after, None, replicated, token, result, *args, **kwargs)
+            try:
+                answer = after(token, result, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the same place
+                report(hook, where, error, replicated)
+                return result
             if type(answer) is Answer:
                 return answer.value
         return result

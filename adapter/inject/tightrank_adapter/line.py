@@ -77,6 +77,11 @@ def batch_chunk_tokens(budget: int, prefix: int, rows: int, width: int, *, minim
     _check(budget, prefix, minimum, maximum, granule, rule, step)
     _require("rows", rows, 0)
     _require("width", width, 0)
+    return _fitting(budget, prefix, rows, width, minimum, maximum, granule, rule, step)
+
+
+def _fitting(budget: int, prefix: int, rows: int, width: int, minimum: int, maximum: int, granule: int, rule: str,
+             step: str) -> int:
     tokens = _round(min(_largest(budget, prefix, rows, width, rule), maximum), granule, step)
     return tokens if tokens >= minimum else 0
 
@@ -93,9 +98,9 @@ def accepted_chunk_tokens(budget: int, prefix: int, remaining: int, rows: int, w
     `remaining` tokens of its prompt are still to be done and the engine itself allows `limit` of them in this step.
     0 leaves it out of the step, where others are; `alone` (no other prompt in the batch) gets at least `minimum`, over
     the line or not, or it would wait for ever. The end of a prompt is what it is; no other chunk is under `minimum`.
+    Checks nothing: it runs in every step of an engine, with settings that `chunk_tokens` has accepted at the start.
     """
-    fitting = batch_chunk_tokens(budget, prefix, rows, width, minimum=minimum, maximum=maximum, granule=granule,
-                                 rule=rule, step=step)
+    fitting = _fitting(budget, prefix, rows, width, minimum, maximum, granule, rule, step)
     if remaining <= min(fitting, limit):
         return remaining
     tokens = min(fitting, limit // granule * granule)

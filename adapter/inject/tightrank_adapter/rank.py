@@ -57,7 +57,15 @@ def said_hello() -> bool:
 
 
 def _mine() -> Optional[_Process]:
-    return _me if _me is not None and _me.pid == os.getpid() else None
+    return _me
+
+
+def _forget() -> None:
+    global _me
+    _me = None
+
+
+os.register_at_fork(after_in_child=_forget)  # a forked child is another process; asking for the pid each time is a system call
 
 
 def hello(role: str, rank: Optional[int] = None, tp_rank: Optional[int] = None, pp_rank: Optional[int] = None,

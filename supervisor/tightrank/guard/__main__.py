@@ -38,8 +38,11 @@ from processes import Process, Tree
 from protect import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, libc, lock_memory, raise_priority, set_oom_score_adj
 
 FAR_SECONDS, NEAR_SECONDS = 0.1, 0.01
+CORES = os.cpu_count() or 1
 # MAP_POPULATE filled 2.1 GiB/s on each of two cores (4 KiB pages): what that fills in one far interval is near,
-NEAR_BYTES = min(2048, 256 * (os.cpu_count() or 1)) * MIB
+NEAR_BYTES = min(2048, 256 * CORES) * MIB
+# and a floor that is 2 s of such filling away can be looked at less often: a turn costs 0.3 to 0.7 ms when caches are cold.
+CALM_SECONDS, CALM_BYTES = 0.5, 2 * 2150 * CORES * MIB
 NEAR_SLOPE_SECONDS = 1.0  # and so is a floor that the present slope reaches within this time.
 END_SECONDS = 10.0        # second SIGTERM to SIGKILL, and how long the dying are waited for
 
@@ -140,7 +143,9 @@ class Guard:
         self.under = False
         fall = ((before or 0) - self.bytes) * 1e9 / max(1, self.now_ns - before_ns)  # bytes per second
         self.near = margin < NEAR_BYTES or margin < fall * NEAR_SLOPE_SECONDS
-        return NEAR_SECONDS if self.near else FAR_SECONDS
+        if self.near:
+            return NEAR_SECONDS
+        return CALM_SECONDS if margin > CALM_BYTES and self.daemon.pid else FAR_SECONDS
 
     def stop(self) -> float:
         """Under the floor: look again, then kill. While it stays there, only what is new is killed (and told)."""

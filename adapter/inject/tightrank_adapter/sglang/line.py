@@ -18,6 +18,7 @@ class _Line:
     """What bounds a chunk in this process; `keywords` are those of line.chunk_tokens."""
 
     def __init__(self, budget: int, keywords: Dict[str, Any], mixed: bool, page: int) -> None:
+        line.chunk_tokens(budget, 0, **keywords)  # checks them once and for all
         self.budget, self.keywords, self.mixed, self.page = budget, keywords, mixed, page
 
     @property

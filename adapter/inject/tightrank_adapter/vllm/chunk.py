@@ -1,5 +1,5 @@
 """How many new tokens one prefill row of a vLLM step gets. Pure; tokens and token² throughout."""
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Tuple
 
 from .. import line
 
@@ -19,11 +19,7 @@ class Rules(NamedTuple):
         return -(-self.minimum // self.granule) * self.granule
 
 
-class Batch(NamedTuple):
-    """The prefill rows that the step holds so far."""
-    budget: int
-    rows: int
-    width: int
+Batch = Tuple[int, int, int]  # budget (token²), and the prefill rows and the longest key length that the step holds so far
 
 
 def grant(rules: Rules, batch: Batch, prefix: int, offered: int, remaining: int) -> int:
@@ -32,9 +28,10 @@ def grant(rules: Rules, batch: Batch, prefix: int, offered: int, remaining: int)
     Never more than offered. 0 leaves the request out of this step, which happens only to a step that has rows: the
     first one always gets something, or it would wait for ever.
     """
+    budget, rows, width = batch
     if rules.block and prefix % rules.block:  # on its way to the next boundary: as it is or not at all
-        fits = line.fits(batch.budget, prefix, offered, batch.rows, batch.width, rule=rules.rule)
-        return offered if fits or not batch.rows else 0
+        fits = line.fits(budget, prefix, offered, rows, width, rule=rules.rule)
+        return offered if fits or not rows else 0
     return line.accepted_chunk_tokens(
-        batch.budget, prefix, remaining, batch.rows, batch.width, alone=not batch.rows, limit=offered,
+        budget, prefix, remaining, rows, width, alone=not rows, limit=offered,
         minimum=rules.minimum, maximum=rules.maximum, granule=rules.granule, rule=rules.rule, step=rules.step)

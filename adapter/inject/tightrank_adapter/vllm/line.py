@@ -8,7 +8,7 @@ An answer of 0 means what it means to vLLM: a running request is skipped in this
 from math import lcm
 from typing import Any, Callable, Dict
 
-from .. import fault, rank, wire
+from .. import fault, line, rank, wire
 from . import chunk, ranks, steps
 
 HOOK = "line"
@@ -60,9 +60,9 @@ class Steering:
         if offered <= 0 or prefix >= max(request.num_prompt_tokens, request.num_tokens - 1):
             return offered
         remaining = request.num_tokens - prefix
-        batch = chunk.Batch(self.budget, self.rows, self.width)
         # A last token padded to a full row of drafts (offered > remaining) must stay whole.
-        tokens = offered if offered > remaining else chunk.grant(self.rules, batch, prefix, offered, remaining)
+        tokens = offered if offered > remaining else chunk.grant(
+            self.rules, (self.budget, self.rows, self.width), prefix, offered, remaining)
         if tokens:
             self.rows += tokens
             self.width = max(self.width, prefix + tokens if self.rules.rule == "span" else prefix)
@@ -153,6 +153,8 @@ def _rules(scheduler: Any, settings: Dict[str, Any]) -> chunk.Rules:
         raise fault.Missing(
             "a step of at least %d tokens (line.minimum %d in granules of %d)" % (rules.least, rules.minimum, granule),
             "%d (line.maximum %d, --max-num-batched-tokens %d)" % (rules.maximum, settings["maximum"], most))
+    line.chunk_tokens(settings["budget"], 0, minimum=rules.minimum, maximum=rules.maximum, granule=granule, rule=rules.rule,
+                      step=rules.step)  # checks them once and for all
     return rules
 
 
