@@ -8,10 +8,11 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePath
 
-from tightrank import engines, inputs
-from tightrank.config import Config
+from tightrank import engines
+from tightrank.config import Config, read_secret
 from tightrank.errors import ConfigError
 from tightrank.records import WorkerSpec
 
@@ -27,7 +28,7 @@ def problems(config: Config, specs: Sequence[WorkerSpec], environment: Mapping[s
     yield from _state(config)
     if config.http.token_file is not None:
         try:
-            inputs.read_secret(config, "http.token_file", config.http.token_file)
+            read_secret(config.http.token_file, partial(config.error, "http.token_file"))
         except ConfigError as error:
             yield error
     yield from _programs(config, specs, environment)

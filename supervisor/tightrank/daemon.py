@@ -16,11 +16,12 @@ import socket
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 from tightrank import act, api, decide, host, inputs, plan, serve, status
 from tightrank.adapter import wire
-from tightrank.config import Config
+from tightrank.config import Config, read_secret
 from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
 from tightrank.logs import Sink
 from tightrank.readers.engine_http import Prober
@@ -254,7 +255,7 @@ class Daemon:
     def _api_settings(self) -> api.ApiSettings:
         token = os.environ.get("TIGHTRANK_TOKEN")
         if self.config.http.token_file:
-            token = inputs.read_secret(self.config, "http.token_file", self.config.http.token_file)
+            token = read_secret(self.config.http.token_file, partial(self.config.error, "http.token_file"))
         return api.ApiSettings(not api.is_loopback(self.config.http.host), token, plan.to_json(self.specs))
 
     def _fault(self, error: Exception) -> None:

@@ -5,11 +5,13 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tightrank.config import Config
+from tightrank.config import Config, read_secret
 from tightrank.config.flags import FLAGS, value
+from tightrank.config.secrets import sendable
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +49,11 @@ def _model(config: Config) -> Mapping[str, Any]:
 def _api_keys(config: Config, environment: Mapping[str, str]) -> Mapping[str, str]:
     keys = {}
     for index, worker in enumerate(config.workers):
+        path = f"workers[{index}]"
         if worker.api_key_file is not None:
-            keys[worker.name] = read_secret(config, f"workers[{index}].api_key_file", worker.api_key_file)
+            keys[worker.name] = read_secret(worker.api_key_file, partial(config.error, f"{path}.api_key_file"))
         elif (written := value(worker.args, *FLAGS[config.engine]["api_key"])) is not None:
-            keys[worker.name] = _sendable(config, f"workers[{index}].args", "--api-key", written)
+            keys[worker.name] = sendable("--api-key", written, partial(config.error, f"{path}.args"))
         elif config.engine == "vllm" and (variable := {**environment, **worker.env}.get("VLLM_API_KEY")):
-            keys[worker.name] = _sendable(config, f"workers[{index}].env", "VLLM_API_KEY", variable)
+            keys[worker.name] = sendable("VLLM_API_KEY", variable, partial(config.error, f"{path}.env"))
     return keys
-
-
-def read_secret(config: Config, key: str, path: str) -> str:
-    """The one line in the file that `key` names. Raises ConfigError."""
-    try:
-        secret = Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise config.error(key, f"{path} cannot be read ({reason}); make it readable or leave the key out") from None
-    if not secret or len(secret.splitlines()) > 1:
-        raise config.error(key, f"{path} must hold exactly one line, the secret")
-    return _sendable(config, key, path, secret)
-
-
-def _sendable(config: Config, key: str, place: str, secret: str) -> str:
-    """`secret`, when an HTTP header can carry it. Raises ConfigError, which does not show it."""
-    if not (secret.isascii() and secret.isprintable()):
-        raise config.error(key, f"{place} has a secret with characters that no HTTP header carries; use printable ASCII")
-    return secret

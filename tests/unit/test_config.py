@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from tightrank.config import Config, Loaded, load
-from tightrank.config.keys import KEYS, env_name, json_schema, overridable
+from tightrank.config import Config, Gateway, GatewayWorker, Loaded, load, load_gateway
+from tightrank.config.keys import KEYS, TABLES, env_name, json_schema, overridable
 from tightrank.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,6 +16,11 @@ model: models/tiny
 engine: vllm
 workers:
   - {name: a, port: 9001}
+"""
+STATIC = """\
+gateway:
+  workers:
+    - {name: x, url: "http://10.0.0.4:8001", engine: vllm}
 """
 Read = Callable[..., Loaded]
 
@@ -102,6 +107,17 @@ def test_the_smallest_file(read: Read, tmp_path: Path) -> None:
      "tightrank.yaml:4: workers[0].env: TIGHTRANK_RUN is set by the supervisor alone; leave it out"),
     (GOOD.replace("9001", "9001, env: {A-B: x}"),
      "tightrank.yaml:4: workers[0].env: has 'A-B', which must be a name of letters, digits and _"),
+    (GOOD + "gateway: {prot: 1}\n", "tightrank.yaml:5: unknown key 'gateway.prot', did you mean 'gateway.port'?"),
+    (GOOD + "gateway: {workers: {}}\n", "tightrank.yaml:5: gateway.workers: must be a list, each item with a name"),
+    (GOOD + STATIC.replace("url", "uri"),
+     "tightrank.yaml:7: unknown key 'gateway.workers[].uri', did you mean 'gateway.workers[].url'?"),
+    (GOOD + STATIC.replace(", engine: vllm", ""), "tightrank.yaml:7: gateway.workers[0].engine: is required: What it is."),
+    (GOOD + STATIC + STATIC.splitlines()[-1],
+     "tightrank.yaml:8: gateway.workers[1].name: x stands there twice; names are unique"),
+    (GOOD + "gateway: {supervisors: ['https://a:1']}\n",
+     "tightrank.yaml:5: gateway.supervisors: [https://a:1] has 'https://a:1', "
+     "which must be http://HOST:PORT, without a path, a query or credentials, for example http://10.0.0.2:9470"),
+    (GOOD + "pd: {restart: both}\n", "tightrank.yaml:5: pd.restart: both must be one of one, pair"),
     (GOOD.replace("9001", "9001, args: {a: b}"), "tightrank.yaml:4: workers[0].args: must be a list, for example [a, b]"),
     (GOOD.replace("9001", "9001, args: [a, ]"[:-1] + "~]"),
      "tightrank.yaml:4: workers[0].args[1]: has no value; write one or leave the key out"),
@@ -145,7 +161,7 @@ def test_precedence_and_origin(read: Read) -> None:
 
 
 def test_every_key_has_its_row(read: Read) -> None:
-    rows = {row.key.replace("[0]", "[]") for row in read(GOOD).rows}
+    rows = {row.key.replace("[0]", "[]") for row in read(GOOD + STATIC).rows}
     assert rows == set(KEYS)
 
 
@@ -198,7 +214,8 @@ def test_relative_paths_start_at_the_file(read: Read, tmp_path: Path) -> None:
 
 
 def test_a_configuration_survives_being_stored(read: Read) -> None:
-    config = read(GOOD.replace("9001", "9001, args: [--x], env: {A: b}, devices: [0]")).config
+    config = read(GOOD.replace("9001", "9001, args: [--x], env: {A: b}, devices: [0]") + STATIC).config
+    assert config.gateway.workers
     assert Config.from_json(config.to_json()) == config
 
 
@@ -210,11 +227,12 @@ def test_a_stored_configuration_of_another_form_is_refused(text: str) -> None:
 
 def test_the_schema_names_every_key_and_the_example_keeps_it() -> None:
     schema = json_schema()
-    top, worker = schema["properties"], schema["properties"]["workers"]["items"]["properties"]
     for path in KEYS:
-        section, _, name = path.rpartition(".")
-        place = worker if section == "workers[]" else top[section]["properties"] if section else top
-        assert place[name]["description"]
+        place = schema
+        for part in path.split("."):
+            place = place["properties"][part.removesuffix("[]")]
+            place = place["items"] if part.endswith("[]") else place
+        assert place["description"]
     assert json.loads(json.dumps(schema)) == schema
 
 
@@ -242,3 +260,68 @@ def test_what_no_reader_can_use_is_refused_in_one_line(read: Read, text: str, me
     with pytest.raises(ConfigError) as caught:
         read(text)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- the gateway's part -----------------------------------------------------------------------------------------------
+
+def test_a_gateway_needs_no_file() -> None:
+    gateway = load_gateway(None, {}, [])
+    assert gateway == Gateway(
+        host="127.0.0.1", port=8000, supervisors=("http://127.0.0.1:9470",), engine_key_file=None, body_limit_bytes=32 << 20,
+        in_flight=1024, silence_seconds=120.0, canary_seconds=30.0, drain_seconds=30.0, workers=(), engine_key=None)
+
+
+def test_a_gateway_out_of_the_environment_and_settings() -> None:
+    environment = {"TIGHTRANK_GATEWAY_SUPERVISORS": "http://a:1,http://[::1]:2/", "TIGHTRANK_LIMITS_DRAIN": "3s"}
+    gateway = load_gateway(None, environment, ["gateway.port=80"])
+    assert (gateway.supervisors, gateway.drain_seconds, gateway.port) == (("http://a:1", "http://[::1]:2"), 3.0, 80)
+
+
+@pytest.mark.parametrize(("text", "supervisors"), [
+    (GOOD, ("http://127.0.0.1:9470",)),
+    (GOOD + "http: {host: 0.0.0.0, port: 9471}\n", ("http://127.0.0.1:9471",)),
+    (GOOD + "http: {host: '::'}\n", ("http://[::1]:9470",)),
+    (GOOD + STATIC, ("http://127.0.0.1:9470",)),                        # a deployment and an engine beside it
+    (GOOD + STATIC + "  supervisors: []\n", ()),
+    (STATIC, ()),                                                       # engines without any supervisor
+    (STATIC + "  supervisors: ['http://h:1']\n", ("http://h:1",)),
+    ("gateway: {supervisors: []}\n", ("http://127.0.0.1:9470",)),       # else it would know nobody
+])
+def test_whose_workers_a_gateway_serves(tmp_path: Path, text: str, supervisors: tuple[str, ...]) -> None:
+    path = tmp_path / "tightrank.yaml"
+    path.write_text(text)
+    assert load_gateway(path, {}).supervisors == supervisors
+    if text.startswith(GOOD):
+        assert load(path, {}).config.gateway == load_gateway(path, {})
+
+
+def test_engines_without_a_supervisor(tmp_path: Path) -> None:
+    path = tmp_path / "tightrank.yaml"
+    path.write_text(STATIC + '    - {name: y, url: "http://h:1/", engine: sglang, role: prefill, model: m, '
+                             'transfer_port: 8999, context: 4096}\n')
+    assert load_gateway(path, {}).workers == (
+        GatewayWorker("x", "http://10.0.0.4:8001", "vllm", "both", "", 8998, None),
+        GatewayWorker("y", "http://h:1", "sglang", "prefill", "m", 8999, 4096))
+
+
+@pytest.mark.parametrize("url", ["", "h:1", "http://h", "http://h:0", "http://h:65536", "http://u:p@h:1", "http://h:1/v1",
+                                 "http://h:1?a", "http://h:1#a", "HTTP://h:1", "http://:1", "http://h:1\n", "http://h :1",
+                                 "http://[h]:1", "http://h:1//"])
+def test_odd_urls_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)^--set gateway.supervisors: gateway.supervisors: .* has '"):
+        load_gateway(None, {}, [f"gateway.supervisors=http://h:1,{url}"])
+
+
+def test_the_engines_key_is_read_and_never_shown(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("sesame\n")
+    gateway = load_gateway(None, {}, [f"gateway.engine_key_file={key}"])
+    assert gateway.engine_key == "sesame" and "sesame" not in repr(gateway)
+    with pytest.raises(ConfigError, match=r"^--set gateway.engine_key_file: gateway.engine_key_file: .*none cannot be read"):
+        load_gateway(None, {}, [f"gateway.engine_key_file={tmp_path / 'none'}"])
+
+
+def test_lists_of_tables_come_from_the_file_alone() -> None:
+    assert not [path for path in overridable() if path.rpartition(".")[0] in TABLES]
+    with pytest.raises(ConfigError, match="unknown variable 'TIGHTRANK_GATEWAY_WORKERS'"):
+        load_gateway(None, {"TIGHTRANK_GATEWAY_WORKERS": "x"})

@@ -17,7 +17,7 @@ GUARD = PACKAGE / "guard"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("records", "errors", "adapter", "__init__"),
     ("config",),
-    ("engines", "host", "inputs", "logs"),
+    ("engines", "host", "inputs", "logs", "gateway"),
     ("readers",),
     ("plan", "diagnose", "decide", "watch", "launch"),
     ("check", "act"),

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -15,8 +16,8 @@ from urllib.parse import quote
 from tightrank import act
 from tightrank.cli.common import add_config_options, load_config
 from tightrank.cli.show import status_text
+from tightrank.config import read_secret
 from tightrank.errors import EXIT_UNAVAILABLE
-from tightrank.inputs import read_secret
 from tightrank.readers.guard import GuardReader
 from tightrank.readers.process import read_process
 from tightrank.records import ProcessId
@@ -101,7 +102,7 @@ def _status(arguments: argparse.Namespace) -> int:
 def _request(arguments: argparse.Namespace) -> int:
     token = os.environ.get("TIGHTRANK_TOKEN")
     if arguments.url is None and (config := load_config(arguments).config).http.token_file:
-        token = read_secret(config, "http.token_file", config.http.token_file)
+        token = read_secret(config.http.token_file, partial(config.error, "http.token_file"))
     status, body = _ask(arguments, "POST", f"/workers/{quote(arguments.worker, safe='')}/{arguments.action}", token)
     if not status:
         return EXIT_UNAVAILABLE

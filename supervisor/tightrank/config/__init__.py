@@ -1,5 +1,7 @@
 """Configuration: one tightrank.yaml, TIGHTRANK_* variables and `--set` -> one frozen `Config`."""
-from tightrank.config.load import Loaded, Resolved, load
-from tightrank.config.shape import Config, Guard, Http, Limits, Line, Worker
+from tightrank.config.load import Loaded, Resolved, load, load_gateway
+from tightrank.config.secrets import read_secret
+from tightrank.config.shape import Config, Gateway, GatewayWorker, Guard, Http, Limits, Line, Pd, Worker
 
-__all__ = ["Config", "Guard", "Http", "Limits", "Line", "Loaded", "Resolved", "Worker", "load"]
+__all__ = ["Config", "Gateway", "GatewayWorker", "Guard", "Http", "Limits", "Line", "Loaded", "Pd", "Resolved", "Worker",
+           "load", "load_gateway", "read_secret"]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightrank.config.units import Choice, Duration, Kind, ListOf, Path, Size, TableOf, Text, Whole
+from tightrank.config.units import Choice, Duration, Kind, ListOf, Path, Size, TableOf, Text, Url, Whole
 
 ENGINES = ("vllm", "sglang")
 HOOKS = ("ranks", "line")
@@ -16,6 +16,7 @@ _ENV_NAME = Text(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and _")
 _HOST = Text(r"[A-Za-z0-9.:_-]+", "a host name or an address")
 _PORT = Whole(1, 65535)
 _TOKENS = Whole(1, 2**30)
+_ROLE = Choice(("both", "prefill", "decode"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +75,46 @@ _ALL = (
     Key("limits.restarts", Whole(0, 1000), "Failures in a row after which a worker stays failed.", "5"),
     Key("limits.backoff_first", Duration(0.001, 86400), "Pause before the first restart; it doubles each time.", "1s"),
     Key("limits.backoff_longest", Duration(0.001, 86400), "The longest such pause.", "5m"),
+    Key("pd.transfer", Text(r"[a-z0-9_]+", "a name of a-z, 0-9 and _"), "What carries KV from prefill to decode workers.",
+        unset="mooncake for SGLang, nixl for vLLM"),
+    Key("pd.patience", Duration(1, 86400), "Time after which the engines themselves give up on a silent peer.", "120s"),
+    Key("pd.restart", Choice(("one", "pair")), "pair: where one of prefill and decode is restarted the other is too.", "one"),
+    Key("gateway.host", _HOST, "Address of the gateway.", "127.0.0.1"),
+    Key("gateway.port", _PORT, "Port of the gateway.", "8000"),
+    Key("gateway.supervisors", ListOf(Url()), "Supervisors whose workers the gateway serves.",
+        unset="the one of this file, at http.host and http.port"),
+    Key("gateway.engine_key_file", Path(), "File with the engines' API key, for requests of the gateway's own.",
+        unset="they carry none"),
+    Key("gateway.body_limit", Size(1024, 2**32), "Longest body of a request.", "32MiB"),
+    Key("gateway.in_flight", Whole(1, 10**6), "Requests at once; more get 429.", "1024"),
+    Key("gateway.silence", Duration(1, 86400), "Longest silence of an engine without a supervisor.", "120s"),
+    Key("gateway.canary", Duration(1, 86400), "A pair that was idle for this long is tried with a canary.", "30s"),
+    Key("gateway.workers[].name", _NAME, "Name of an engine without a supervisor; unique.", required=True),
+    Key("gateway.workers[].url", Url(), "Where it answers.", required=True),
+    Key("gateway.workers[].engine", Choice(ENGINES), "What it is.", required=True),
+    Key("gateway.workers[].role", _ROLE, "What it does of a request.", "both"),
+    Key("gateway.workers[].model", Text(r"[^\s]*", "a name without spaces"),
+        "The name that a request must give; empty: as the engine says.", ""),
+    Key("gateway.workers[].transfer_port", _PORT, "Bootstrap port of an SGLang prefill worker.", "8998"),
+    Key("gateway.workers[].context", _TOKENS, "Longest request (tokens) that it takes.", unset="not known"),
     Key("workers[].name", _NAME, "Name of the worker; unique.", required=True),
-    Key("workers[].role", Choice(("both", "prefill", "decode")), "What it does of a request.", "both"),
+    Key("workers[].role", _ROLE, "What it does of a request.", "both"),
     Key("workers[].tensor_parallel", Whole(1, 1024), "Devices that share each layer.", "1"),
     Key("workers[].pipeline_parallel", Whole(1, 1024), "Devices in a row.", "1"),
     Key("workers[].devices", ListOf(Text(r"[A-Za-z0-9:._/-]+", "a device number or UUID")),
         "Devices it may use, one per rank.", unset="all that the engine sees"),
     Key("workers[].host", _HOST, "Address the engine listens on.", "127.0.0.1"),
     Key("workers[].port", _PORT, "Port the engine listens on.", "8001"),
+    Key("workers[].address", _HOST, "How other machines reach it.", unset="its host"),
+    Key("workers[].transfer_port", _PORT, "Where its peers ask for KV (SGLang: bootstrap, vLLM: NIXL's side channel).",
+        unset="8998 (SGLang prefill) or 5600 (vLLM); one more for each further worker"),
     Key("workers[].args", ListOf(Text(r"[^\x00]+", "text")), "More arguments for the engine, passed as they are.", ""),
     Key("workers[].env", TableOf(_ENV_NAME), "More environment variables for the engine.", unset="none"),
     Key("workers[].api_key_file", Path(), "File with the engine's API key.", unset="the engine asks for none"),
 )
 KEYS: Mapping[str, Key] = {key.path: key for key in _ALL}
-SECTIONS = ("http", "guard", "line", "limits")
+SECTIONS = ("http", "guard", "line", "limits", "pd", "gateway")
+TABLES = ("workers[]", "gateway.workers[]")      # lists of such sections
 
 # No settings: the engines' mark and door, the cache of the set-up, the token of the command line's client.
 RESERVED = ("TIGHTRANK_RUN", "TIGHTRANK_ADAPTER", "TIGHTRANK_CACHE", "TIGHTRANK_TOKEN")
@@ -99,22 +126,33 @@ def env_name(path: str) -> str:
 
 
 def overridable() -> dict[str, Key]:
-    """Keys that the environment and `--set` may give: all but those of a worker, and the program to start."""
-    return {path: key for path, key in KEYS.items() if not path.startswith("workers[]") and path != "command"}
+    """Keys that the environment and `--set` may give: all but those in lists, and the program to start."""
+    return {path: key for path, key in KEYS.items() if key.section not in TABLES and path != "command"}
+
+
+def names(section: str) -> frozenset[str]:
+    """What may stand in `section` ("": the file): its keys, sections and lists."""
+    return frozenset(path.rpartition(".")[2].removesuffix("[]") for path in (*KEYS, *SECTIONS, *TABLES)
+                     if path.rpartition(".")[0] == section)
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON Schema (2020-12) of tightrank.yaml."""
-    top = _object(key for key in _ALL if not key.section)
+    """A JSON Schema (2020-12) of tightrank.yaml: of a deployment, or of a gateway alone."""
+    top = _object("")
     for section in SECTIONS:
-        top["properties"][section] = _object(key for key in _ALL if key.section == section)
-    worker = _object(key for key in _ALL if key.section == "workers[]")
-    top["properties"]["workers"] = {"type": "array", "items": worker, "minItems": 1}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "tightrank.yaml", **top}
+        top["properties"][section] = _object(section)
+    for table in TABLES:
+        section, _, name = table.removesuffix("[]").rpartition(".")
+        place = top["properties"][section] if section else top
+        place["properties"][name] = {"type": "array", "items": _object(table)}
+    top["properties"]["workers"]["minItems"] = 1
+    alone = {"required": ["gateway"], "not": {"required": ["workers"]}}
+    either = [{"required": [*top.pop("required"), "workers"]}, alone]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "tightrank.yaml", **top, "anyOf": either}
 
 
-def _object(keys: Any) -> dict[str, Any]:
-    chosen = list(keys)
+def _object(section: str) -> dict[str, Any]:
+    chosen = [key for key in _ALL if key.section == section]
     properties = {}
     for key in chosen:
         properties[key.path.rpartition(".")[2]] = {

@@ -4,13 +4,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tightrank.config import units
 from tightrank.config.flags import without_secrets
 from tightrank.config.keys import COMMANDS, KEYS, Key
-from tightrank.config.shape import Config, Guard, Http, Limits, Line, Worker
+from tightrank.config.secrets import read_secret
+from tightrank.config.shape import Config, Gateway, GatewayWorker, Guard, Http, Limits, Line, Pd, Worker
 from tightrank.config.source import Entry, from_arguments, from_environment, from_file
 from tightrank.errors import ConfigError
 
@@ -36,6 +38,21 @@ def load(path: Path, environment: Mapping[str, str], settings: Sequence[str] = (
     return resolve(entries, environment, str(path))
 
 
+def load_gateway(path: Path | None, environment: Mapping[str, str], settings: Sequence[str] = ()) -> Gateway:
+    """What `tightrank gateway` needs, of a whole tightrank.yaml, of one with a gateway alone, or (None) of no file at all.
+
+    Raises ConfigError: one line that names key, value and place; for an unreadable engine key too.
+    """
+    here = Path.cwd()
+    entries = {**(from_file(path) if path else {}), **from_environment(environment, here), **from_arguments(settings, here)}
+    resolver = _Resolver(entries, str(path or "command line"))
+    gateway = _gateway(resolver, Http(**resolver.section("http")), Limits(**resolver.section("limits")))
+    if gateway.engine_key_file is None:
+        return gateway
+    refuse = partial(resolver.error, "gateway.engine_key_file")
+    return replace(gateway, engine_key=read_secret(gateway.engine_key_file, refuse))
+
+
 def resolve(entries: Mapping[str, Entry], environment: Mapping[str, str], whole: str,
             as_written: bool = False) -> Loaded:
     """`whole` names the source as a whole, where a required key is missing. Raises ConfigError."""
@@ -45,9 +62,10 @@ def resolve(entries: Mapping[str, Entry], environment: Mapping[str, str], whole:
         top["command"] = resolver.settle("command", COMMANDS[top["engine"]])
     if top["state_directory"] is None:
         top["state_directory"] = resolver.settle("state_directory", _state_directory(top["name"], environment))
-    config = Config(**top, http=Http(**resolver.section("http")), guard=Guard(**resolver.section("guard")),
-                    line=Line(**resolver.section("line")), limits=Limits(**resolver.section("limits")),
-                    workers=resolver.workers(), as_written=as_written,
+    http, guard = Http(**resolver.section("http")), Guard(**resolver.section("guard"))
+    line, limits = Line(**resolver.section("line")), Limits(**resolver.section("limits"))
+    config = Config(**top, http=http, guard=guard, line=line, limits=limits, pd=Pd(**resolver.section("pd")),
+                    gateway=_gateway(resolver, http, limits), workers=_workers(resolver, whole), as_written=as_written,
                     places={row.key: row.origin for row in resolver.rows})
     _check_across(config)
     return Loaded(config, tuple(resolver.rows))
@@ -58,6 +76,25 @@ def _state_directory(name: str, environment: Mapping[str, str]) -> str:
         return f"/var/lib/tightrank/{name}"
     home = environment.get("XDG_STATE_HOME") or f"{environment.get('HOME', '')}/.local/state"
     return f"{home}/tightrank/{name}"
+
+
+def _workers(resolver: _Resolver, whole: str) -> tuple[Worker, ...]:
+    workers = tuple(Worker(**worker) for worker in resolver.table("workers[]"))
+    if not workers:
+        raise ConfigError(f"{whole}: workers: is required, for example workers: [{{name: a, port: 8001}}]")
+    return workers
+
+
+def _gateway(resolver: _Resolver, http: Http, limits: Limits) -> Gateway:
+    section = resolver.section("gateway")
+    workers = tuple(GatewayWorker(**worker) for worker in resolver.table("gateway.workers[]"))
+    for index, worker in enumerate(workers):
+        if worker.name in [earlier.name for earlier in workers[:index]]:
+            raise resolver.error(f"gateway.workers[{index}].name", f"{worker.name} stands there twice; names are unique")
+    asked = resolver.has("gateway.supervisors") or not resolver.has("workers[0]")
+    if not section["supervisors"] and not (asked and workers):     # else engines without any supervisor: none is asked
+        section["supervisors"] = resolver.settle("gateway.supervisors", (units.local_url(http.host, http.port),))
+    return Gateway(**section, drain_seconds=limits.drain_seconds, workers=workers)
 
 
 class _Resolver:
@@ -79,11 +116,20 @@ class _Resolver:
         self.rows = [replace(row, value=_shown(value)) if row.key == key else row for row in self.rows]
         return value
 
-    def workers(self) -> tuple[Worker, ...]:
-        paths = [path for path in self._entries if path.startswith("workers[") and path.endswith("]")]
-        if not paths:
-            raise ConfigError(f"{self._whole}: workers: is required, for example workers: [{{name: a, port: 8001}}]")
-        return tuple(Worker(**self.section("workers[]", path)) for path in paths)
+    def has(self, path: str) -> bool:
+        """Whether a source says anything of `path`."""
+        return path in self._entries
+
+    def table(self, section: str) -> list[dict[str, Any]]:
+        """One {field: value} for each item of the list `section`."""
+        start = section.removesuffix("]")
+        paths = [path for path in self._entries if path.startswith(start) and path.endswith("]")]
+        return [self.section(section, path) for path in paths]
+
+    def error(self, key: str, sentence: str) -> ConfigError:
+        """The one-line error of a key that was taken."""
+        origin = next(row.origin for row in self.rows if row.key == key)
+        return ConfigError(f"{origin}: {key}: {sentence}")
 
     def _take(self, key: Key, path: str) -> Any:
         entry = self._entries.get(path)
@@ -100,7 +146,8 @@ class _Resolver:
 
     def _default(self, key: Key, path: str) -> Any:
         if key.required:
-            place = self._entries[path.rpartition(".")[0]].place if path.startswith("workers[") else self._whole
+            item = self._entries.get(path.rpartition(".")[0])
+            place = item.place if item else self._whole
             raise ConfigError(f"{place}: {path}: is required: {key.doc}")
         self.rows.append(Resolved(path, key.default if key.default is not None else f"({key.unset})", "default"))
         if key.default is not None:

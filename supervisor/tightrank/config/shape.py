@@ -66,6 +66,45 @@ class Worker:
     args: tuple[str, ...]
     env: Mapping[str, str]
     api_key_file: str | None
+    address: str | None
+    transfer_port: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pd:
+    """How prefill and decode workers work together. `transfer` None: the engine's usual one."""
+    transfer: str | None
+    patience_seconds: float
+    restart: str                   # one | pair
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayWorker:
+    """An engine without a supervisor. `context`: the longest request it takes, tokens; None: not known."""
+    name: str
+    url: str                       # http://host:port
+    engine: str                    # vllm | sglang
+    role: str                      # both | prefill | decode
+    model: str                     # served name; "": as the engine says
+    transfer_port: int
+    context: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """The gateway: where it listens, whom it knows, what it allows. `engine_key` is the secret itself: read where the
+    gateway starts (`load_gateway`), stored nowhere."""
+    host: str
+    port: int
+    supervisors: tuple[str, ...]   # http://host:port
+    engine_key_file: str | None
+    body_limit_bytes: int
+    in_flight: int
+    silence_seconds: float
+    canary_seconds: float
+    drain_seconds: float           # of limits.drain
+    workers: tuple[GatewayWorker, ...]
+    engine_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +122,8 @@ class Config:
     guard: Guard
     line: Line
     limits: Limits
+    pd: Pd
+    gateway: Gateway
     workers: tuple[Worker, ...]
     as_written: bool = False
     places: Mapping[str, str] = field(default_factory=dict)
@@ -106,12 +147,14 @@ class Config:
             raise ConfigError(f"stored configuration: of another version ({error}); `tightrank up` it again") from None
 
 
-_SECTIONS = {"http": Http, "guard": Guard, "line": Line, "limits": Limits}
+_SECTIONS = {"http": Http, "guard": Guard, "line": Line, "limits": Limits, "pd": Pd}
 
 
 def _restore(name: str, value: Any) -> Any:
     if name == "workers":
         return tuple(Worker(**_tuples(worker)) for worker in value)
+    if name == "gateway":
+        return Gateway(**{**_tuples(value), "workers": tuple(GatewayWorker(**worker) for worker in value["workers"])})
     if name in _SECTIONS:
         return _SECTIONS[name](**value)
     return tuple(value) if isinstance(value, list) else value

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from tightrank.config.keys import KEYS, RESERVED, SECTIONS, env_name, overridable
+from tightrank.config.keys import KEYS, RESERVED, SECTIONS, TABLES, env_name, names, overridable
 from tightrank.config.units import ListOf, TableOf
 from tightrank.errors import ConfigError
 
@@ -26,9 +26,9 @@ class Entry:
 
 def unknown(place: str, what: str, name: str, known: Iterable[str], prefix: str = "") -> ConfigError:
     """The error for a name (after `prefix`) that is not known, with the nearest one that is."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, 1, 0.6)
-    hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known are {', '.join(names)}"
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, 1, 0.6)
+    hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known are {', '.join(known)}"
     return ConfigError(f"{place}: unknown {what} '{prefix}{name}', {hint}")
 
 
@@ -59,7 +59,7 @@ def from_arguments(settings: Sequence[str], base: Path) -> dict[str, Entry]:
 
 
 def from_file(path: Path) -> dict[str, Entry]:
-    """Keys of the file; those of the n-th worker are `workers[n].<key>`. Raises ConfigError with file:line."""
+    """Keys of the file; those of the n-th item of a list are `workers[n].<key>`. Raises ConfigError with file:line."""
     try:
         return dict(_File(str(path), path.resolve().parent).entries(_compose(path)))
     except RecursionError:
@@ -96,27 +96,26 @@ class _File:
         return f"{self._name}:{node.start_mark.line + 1}"
 
     def entries(self, root: yaml.Node | None) -> Iterator[tuple[str, Entry]]:
-        if root is None:
-            return
-        for name, node in self._items(root, ""):
-            if name in SECTIONS:
-                yield from self._section(node, name)
-            elif name == "workers":
-                yield from self._workers(node)
-            else:
-                yield self._entry(node, name, name)
+        if root is not None:
+            yield from self._section(root, "", "")
 
-    def _section(self, node: yaml.Node, section: str) -> Iterator[tuple[str, Entry]]:
+    def _section(self, node: yaml.Node, section: str, path: str) -> Iterator[tuple[str, Entry]]:
+        """What stands in `node`: `section` as the table of keys names it, `path` with the numbers of list items."""
         for name, value in self._items(node, section):
-            yield self._entry(value, f"{section}.{name}", f"{section}.{name}")
+            key, place = (f"{before}.{name}" if before else name for before in (section, path))
+            if key in SECTIONS:
+                yield from self._section(value, key, place)
+            elif f"{key}[]" in TABLES:
+                yield from self._table(value, f"{key}[]", place)
+            else:
+                yield self._entry(value, place, key)
 
-    def _workers(self, node: yaml.Node) -> Iterator[tuple[str, Entry]]:
+    def _table(self, node: yaml.Node, section: str, path: str) -> Iterator[tuple[str, Entry]]:
         if not isinstance(node, yaml.SequenceNode):
-            raise ConfigError(f"{self.where(node)}: workers: must be a list, each item with a name")
-        for index, worker in enumerate(node.value):
-            yield f"workers[{index}]", Entry("", self.where(worker), self._base)
-            for name, value in self._items(worker, "workers[]"):
-                yield self._entry(value, f"workers[{index}].{name}", f"workers[].{name}")
+            raise ConfigError(f"{self.where(node)}: {path}: must be a list, each item with a name")
+        for index, item in enumerate(node.value):
+            yield f"{path}[{index}]", Entry("", self.where(item), self._base)
+            yield from self._section(item, section, f"{path}[{index}]")
 
     def _entry(self, node: yaml.Node, path: str, key: str) -> tuple[str, Entry]:
         kind = KEYS[key].kind
@@ -144,12 +143,10 @@ class _File:
         return str(node.value)
 
     def _items(self, node: yaml.Node, section: str) -> Iterator[tuple[str, yaml.Node]]:
-        """The pairs of a mapping whose names are keys of `section`."""
-        known = {path.rpartition(".")[2] for path, key in KEYS.items() if key.section == section}
-        known |= {*SECTIONS, "workers"} if not section else set()
+        """The pairs of a mapping whose names may stand in `section`."""
         for name, value, place in self._marked_pairs(node, section or "the file"):
-            if name not in known:
-                raise unknown(place, "key", name, known, f"{section}." if section else "")
+            if name not in names(section):
+                raise unknown(place, "key", name, names(section), f"{section}." if section else "")
             yield name, value
 
     def _pairs(self, node: yaml.Node, path: str) -> Iterator[tuple[str, yaml.Node]]:

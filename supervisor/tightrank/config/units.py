@@ -15,7 +15,17 @@ _SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
           "KB": 10**3, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DURATIONS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+_URL = re.compile(r"http://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})/?")
 _COUNT = re.compile(r"[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?")
+
+
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}      # all addresses: how this host reaches what listens on them
+
+
+def local_url(host: str, port: int) -> str:
+    """How this host reaches an HTTP server that listens there."""
+    name = WILDCARDS.get(host, host)
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 class Kind(Protocol):
@@ -143,6 +153,25 @@ class Text:
     def schema(self) -> dict[str, Any]:
         # a reader of YAML may take a number or a boolean for what is text here; the pattern binds strings only
         return {"type": ["string", "number", "boolean"], "pattern": f"^{self.pattern}$"}
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """Where an HTTP server listens: http://HOST:PORT and nothing more."""
+    suffix: str = ""
+
+    def parse(self, text: str) -> str:
+        match = _URL.fullmatch(text)
+        if match is None:
+            raise ValueError("must be http://HOST:PORT, without a path, a query or credentials, for example http://10.0.0.2:9470")
+        try:
+            Whole(1, 65535).parse(match[1])
+        except ValueError as error:
+            raise ValueError(f"has the port {match[1]}, which {error}") from None
+        return text.removesuffix("/")
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "pattern": f"^{_URL.pattern}$"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from tightrank.config import Worker
 from tightrank.config.flags import FLAGS, value
+from tightrank.config.units import local_url
 from tightrank.records import StartStep, WorkerSpec
 
 LEAST_GRANULE = 64   # slivers can end an engine: IndexError in vLLM 0.32's CPU indexer at a chunk under 4 tokens
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -94,8 +94,7 @@ class Engine(Protocol):
 
 def url(spec: WorkerSpec, path: str) -> str:
     """A URL at the engine, reached from this host."""
-    host = _WILDCARDS.get(spec.host, spec.host)
-    return f"http://[{host}]:{spec.port}{path}" if ":" in host else f"http://{host}:{spec.port}{path}"
+    return local_url(spec.host, spec.port) + path
 
 
 def authorization(key: str | None) -> dict[str, str]:
