@@ -127,6 +127,9 @@ class Deployment:
                 self.process.wait(15)
 
 
+Make = Callable[..., Deployment]
+
+
 def fake_model(directory: Path) -> Path:
     path = directory / "model"
     path.mkdir(exist_ok=True)

@@ -28,11 +28,14 @@ def rank(**changes: Any) -> RankReading:
     return replace(made, **changes)
 
 
+def process(**changes: Any) -> ProcessReading:
+    return replace(ProcessReading(ProcessId(100, 6), 1, "sglang", "S", 1 << 20, 3.5, None), **changes)
+
+
 def worker(**changes: Any) -> WorkerStatus:
     made = WorkerStatus("w0", "sglang", "0.5.23", "both", Phase.UP, None, 3, 1000.0, True, "", "127.0.0.1", 30000, 2, None,
                         None, LINE, 200_000_000, 1, 8192, (rank(),),
-                        (ProcessReading(ProcessId(100, 6), 1, "sglang", "S", 1 << 20, 3.5, None),), ("ranks", "line"),
-                        ("ready",))
+                        (process(),), ("ranks", "line"), ("ready",))
     return replace(made, **changes)
 
 

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Request
@@ -26,10 +27,13 @@ from tightrank import __version__
 from tightrank.admission import AdmissionRequest, admit, restart_seconds
 from tightrank.edge import BodyLimit, EventStream, JsonResponse, error_response, validation_error
 from tightrank.metrics import CONTENT_TYPE, render
+from tightrank.plan import run_directory
+from tightrank.readers.pulse import pulse
 from tightrank.records import Phase, Status, WorkerStatus
-from tightrank.report import Board, Journal, ready_json, status_json
+from tightrank.report import Board, Journal, plain, ready_json, status_json
 
 STALE_SECONDS = 10.0           # a tick takes well under 1 s; one that is this old is not coming
+BEAT_SECONDS = 5.0             # a comment this often keeps proxies and clients of a stream from giving up
 MOST_TOKENS = 10**9
 MOST_REQUESTS = 64             # waiting for the tick
 
@@ -59,6 +63,7 @@ class Requests(queue.Queue[WorkerRequest]):
 class ApiSettings:
     """`public`: bound to more than loopback. `token`: who writes must send it; None: see the module's text."""
     public: bool
+    state_directory: Path
     token: str | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
 
@@ -162,15 +167,23 @@ def _reading(parts: _Parts) -> APIRouter:
         _known(parts, worker)
         return JsonResponse({"worker": worker, "steps": parts.board.steps(worker, since)})
 
+    @router.get("/workers/{name}/pulse")
+    def pulse_of(name: str) -> Response:
+        """Whether a worker moves: read from its ranks' pages and processes now, whatever the supervisor's loop does."""
+        found = _known(parts, name)
+        return JsonResponse(plain(pulse(found, run_directory(parts.settings.state_directory, name, found.generation))))
+
     @router.get("/events")
     async def events(request: Request, since: Annotated[int, Query(ge=0)] = 0,
-                     limit: Annotated[int, Query(ge=1, le=2048)] = 256) -> Response:
-        """Events after `since`, oldest first; a live stream (SSE) when the client accepts text/event-stream."""
+                     limit: Annotated[int, Query(ge=1, le=2048)] = 256,
+                     beat: Annotated[float, Query(ge=0.25, le=60)] = BEAT_SECONDS) -> Response:
+        """Events after `since`, oldest first; a live stream (SSE) when the client accepts text/event-stream, with a
+        comment after each `beat` seconds of silence."""
         if "text/event-stream" in request.headers.get("accept", ""):
             last = request.headers.get("last-event-id", "")
             start = int(last) if re.fullmatch(r"[0-9]{1,18}", last) else since
             # A number that is still to come is of a journal that was removed since.
-            return EventStream(parts.journal, start if start <= parts.journal.sequence else 0)
+            return EventStream(parts.journal, start if start <= parts.journal.sequence else 0, beat)
         return JsonResponse({"events": parts.journal.since(since, limit), "last": parts.journal.sequence})
 
     @router.post("/admission")

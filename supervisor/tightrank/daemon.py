@@ -165,14 +165,14 @@ class Daemon:
         return snapshot
 
     def _publish(self, snapshot: Snapshot) -> None:
-        for worker in self.workers:
+        self.board.publish(status.build(self.config.name, self.started_unix, snapshot, self.workers, self.policy,
+                                        draining=self.stops > 0))
+        for worker in self.workers:          # after the status: who reads it because of an event must see what it tells
             for event in worker.take_events():
                 self._write(event)
         if self.sink.trouble != self.log_trouble:
             self.log_trouble = self.sink.trouble
             self._say("daemon", f"logs: {self.log_trouble or 'written again'}")
-        self.board.publish(status.build(self.config.name, self.started_unix, snapshot, self.workers, self.policy,
-                                        draining=self.stops > 0))
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -256,7 +256,7 @@ class Daemon:
         token = os.environ.get("TIGHTRANK_TOKEN")
         if self.config.http.token_file:
             token = read_secret(self.config.http.token_file, partial(self.config.error, "http.token_file"))
-        return api.ApiSettings(not api.is_loopback(self.config.http.host), token, plan.to_json(self.specs))
+        return api.ApiSettings(not api.is_loopback(self.config.http.host), self.state, token, plan.to_json(self.specs))
 
     def _fault(self, error: Exception) -> None:
         self._say("daemon", f"a tick failed: {error!r}")

@@ -17,7 +17,6 @@ from tightrank.report import Journal
 
 BODY_BYTES = 64 << 10
 BODY_SECONDS = 10.0
-BEAT_SECONDS = 5.0           # a comment this often keeps proxies and clients from giving up
 SEND_SECONDS = 10.0          # a client that takes nothing for this long is dropped; it comes back with Last-Event-ID
 REQUEST_SECONDS = 15.0       # for a new connection's first request to have come whole
 CONNECTIONS = 256            # each costs a descriptor of the daemon, which needs its own (1024 is a usual limit)
@@ -122,19 +121,19 @@ class BodyLimit:
 
 
 class EventStream(Response):
-    """Events after `last` as they come (SSE; `id` is the sequence number).
+    """Events after `last` as they come (SSE; `id` is the sequence number), and a comment after `beat_seconds` without any.
 
     The journal's ring is the only queue: a client that falls behind it, or takes nothing for 10 s, is dropped.
     """
     media_type = "text/event-stream"
     _open = 0
 
-    def __init__(self, journal: Journal, last: int) -> None:
+    def __init__(self, journal: Journal, last: int, beat_seconds: float) -> None:
         if EventStream._open >= STREAMS:
             raise HTTPException(503, "too many event streams are open", {"Retry-After": "5"})
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._journal, self._last = journal, last
+        self._journal, self._last, self._beat_seconds = journal, last, beat_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
@@ -147,7 +146,7 @@ class EventStream(Response):
                 news.clear()
                 await asyncio.wait_for(send(self._chunk()), SEND_SECONDS)
                 beat = asyncio.ensure_future(news.wait())
-                await asyncio.wait({beat, gone}, timeout=BEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({beat, gone}, timeout=self._beat_seconds, return_when=asyncio.FIRST_COMPLETED)
                 beat.cancel()
             await send({"type": "http.response.body", "body": b""})
         except (TimeoutError, OSError):

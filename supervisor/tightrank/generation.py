@@ -65,6 +65,7 @@ class Generation:
         self.exit_status: int | None = None
         self.lost_role: str | None = None  # of the first process that said hello and is gone
         self.over_line_steps = 0
+        self.longest_step_seconds: float | None = None       # of the prefill steps
         self._probe: Future[ProbeResult] | None = None
         self._seen = (0, 0, 0)             # processes, ranks, RSS: what counts as progress
         self._hellos: dict[ProcessId, int] = {}      # pidfd of each process that said hello; -1 once it has ended
@@ -109,6 +110,8 @@ class Generation:
             if isinstance(record, wire.Fault):
                 self._take_fault(record.pid, record.hook, record.where, record.error)
         self.over_line_steps += sum(step.over for step in steps)
+        if steps:
+            self.longest_step_seconds = max(self.longest_step_seconds or 0.0, *(step.milliseconds / 1000 for step in steps))
         return steps
 
     def _take_fault(self, pid: int, hook: str, where: str, error: str) -> None:

@@ -88,6 +88,8 @@ class WorkerSpec:
     schedule: tuple[ChunkBand, ...]
     drain_seconds: float
     start_stall_seconds: float     # a start without any progress for this long has stalled
+    address: str = ""              # how other machines reach it; "": not known
+    transfer_port: int | None = None    # where its peers ask for KV; None: nowhere
     api_key: str | None = None     # the engine's own, for our canary
     notes: tuple[str, ...] = ()    # sentences for `tightrank plan`: what we set and why
     generation: int = 0
@@ -303,6 +305,33 @@ class WorkerStatus:
     processes: tuple[ProcessReading, ...]
     hooks_wanted: tuple[str, ...]
     log_tail: tuple[str, ...]
+    served_model: str = ""
+    address: str = ""                      # how other machines reach it; "": not known
+    transfer_port: int | None = None       # where its peers ask for KV; None: nowhere
+    longest_step_seconds: float | None = None   # of the prefill steps of this generation; None: there was none
+
+
+@dataclass(frozen=True, slots=True)
+class RankPulse:
+    """What a rank's beat page says at this moment; None throughout: nothing that can be read."""
+    role: str
+    rank: int | None
+    beat_age_seconds: float | None
+    loops: int | None
+    steps: int | None
+    prefill_tokens: int | None
+    in_flight: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Whether a worker moves, read at this moment."""
+    worker: str
+    generation: int
+    phase: Phase
+    stopped: tuple[int, ...]               # pids of its tree in state T or t
+    longest_step_seconds: float | None     # of the prefill steps of this generation; None: there was none
+    ranks: tuple[RankPulse, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from tightrank.admission import AdmissionRequest, largest_prompt_tokens
 from tightrank.diagnose import without_secrets
 from tightrank.errors import CAUSES
 from tightrank.records import Diagnosis, Event, Status, WorkerStatus
@@ -199,6 +200,7 @@ def status_json(status: Status, now_monotonic: float | None = None) -> Json:
     body["updated_age_seconds"] = round(now - body.pop("updated_monotonic"), 3)
     body["memory"]["age_seconds"] = round(now - body["memory"].pop("monotonic"), 3)
     body["workers"] = [{**entry, "diagnosis": diagnosis_json(worker.diagnosis),
+                        "longest_prompt_tokens": largest_prompt_tokens(worker, AdmissionRequest(prompt_tokens=1)),
                         "log_tail": [without_secrets(line) for line in worker.log_tail]}
                        for entry, worker in zip(body["workers"], status.workers, strict=True)]
     return body

@@ -6,28 +6,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from deployment import Deployment, gone
+from deployment import Make, gone
 from helpers import FAKE_ENGINE, wait_until
-
-Make = Callable[..., Deployment]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Deployment] = []
-
-    def build(**options: object) -> Deployment:
-        deployment = Deployment(tmp_path, **options)  # type: ignore[arg-type]
-        made.append(deployment)
-        return deployment
-
-    yield build
-    for deployment in made:
-        deployment.close()
 
 
 def port_free(port: int) -> bool:

@@ -2,18 +2,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from helpers import wait_until
-from samples import TOO_SMALL, failed, status, worker
+from samples import TOO_SMALL, failed, process, rank, status, worker
 from tightrank.adapter import wire
 from tightrank.api import (
     MOST_REQUESTS,
@@ -23,7 +26,8 @@ from tightrank.api import (
     create,
     is_loopback,
 )
-from tightrank.records import Event, Phase
+from tightrank.readers.process import read_process
+from tightrank.records import Event, Phase, ProcessId, RankReading
 from tightrank.report import Board, Journal
 from tightrank.serve import Server, bind
 
@@ -63,13 +67,14 @@ def start(tmp_path: Path, settings: ApiSettings) -> Iterator[Api]:
 
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[Api]:
-    yield from start(tmp_path, ApiSettings(public=False, plan={"workers": ["w0"]}))
+    yield from start(tmp_path, ApiSettings(public=False, state_directory=tmp_path, plan={"workers": ["w0"]}))
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     """One server for the tests that leave it as it was."""
-    yield from start(tmp_path_factory.mktemp("api"), ApiSettings(public=False))
+    tmp_path = tmp_path_factory.mktemp("api")
+    yield from start(tmp_path, ApiSettings(public=False, state_directory=tmp_path))
 
 
 def error(response: httpx2.Response, code: int) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def test_a_stopped_loop_is_neither_alive_nor_ready(api: Api) -> None:
 
 
 def test_before_the_first_tick(tmp_path: Path) -> None:
-    for api in start(tmp_path, ApiSettings(public=False)):
+    for api in start(tmp_path, ApiSettings(public=False, state_directory=tmp_path)):
         api.board._status = None
         assert error(api.get("/readyz"), 503)["code"] == "not_ready"
         assert error(api.get("/status"), 503)["code"] == "not_ready"
@@ -243,7 +248,7 @@ def test_too_many_requests_are_told_to_wait(api: Api) -> None:
 
 
 def test_a_public_bind_without_a_token_is_read_only(tmp_path: Path) -> None:
-    for api in start(tmp_path, ApiSettings(public=True)):
+    for api in start(tmp_path, ApiSettings(public=True, state_directory=tmp_path)):
         found = error(api.write("/workers/w0/drain"), 403)
         assert "token_file" in found["message"] and "TIGHTRANK_TOKEN" in found["message"]
         assert api.get("/status").status_code == 200 and api.admission({"prompt_tokens": 1}).status_code == 200
@@ -251,7 +256,7 @@ def test_a_public_bind_without_a_token_is_read_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("public", [True, False])
 def test_with_a_token_only_its_bearer_writes(tmp_path: Path, public: bool) -> None:
-    for api in start(tmp_path, ApiSettings(public=public, token="t0p-s3cret")):
+    for api in start(tmp_path, ApiSettings(public=public, state_directory=tmp_path, token="t0p-s3cret")):
         for wrong in ({}, WRITE, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic t0p-s3cret"},
                       {"Authorization": "Bearer"}, {"Authorization": "Bearer t0p-s3cre\u00e9".encode("latin-1")}):
             answer = api.write("/workers/w0/drain", wrong)  # type: ignore[arg-type]
@@ -316,11 +321,90 @@ def test_a_stream_replays_then_follows_and_resumes(api: Api) -> None:
     wait_until(lambda: not api.journal._listeners, what="the closed streams let go of the journal")
 
 
-def test_an_idle_stream_beats(api: Api) -> None:
-    with stream(api) as response:
+def test_an_idle_stream_beats_as_often_as_asked(api: Api) -> None:
+    started = time.monotonic()
+    with stream(api, query="?beat=0.25") as response:
         rows = (row for row in response.iter_lines() if row)
-        assert next(rows) == ": beat"
-        assert next(rows) == ": beat"
+        assert [next(rows) for _ in range(4)] == [": beat"] * 4
+    assert time.monotonic() - started < 5          # less than one beat of the usual interval
+
+
+@pytest.mark.parametrize("beat", ["0.2", "61", "nan", "inf", "x", ""])
+def test_a_beat_out_of_range_is_refused(shared: Api, beat: str) -> None:
+    assert error(shared.get("/events", params={"beat": beat}), 400)["param"] == "beat"
+
+
+# --- pulse ------------------------------------------------------------------------------------------------------------
+
+def own_rank(state: Path) -> tuple[RankReading, wire.BeatWriter]:
+    """This process as the scheduler of w0's generation 3."""
+    run = state / "run" / "w0-3"
+    run.mkdir(parents=True)
+    found = read_process(os.getpid())
+    assert found is not None
+    return rank(id=found.id), wire.BeatWriter(str(run))
+
+
+def test_a_pulse_is_read_at_that_moment(api: Api, tmp_path: Path) -> None:
+    me, beat = own_rank(tmp_path)
+    api.board.publish(status(worker(ranks=(me, rank(role="detokenizer", rank=None)), longest_step_seconds=1.25)))
+    beat.steps, beat.prefill_tokens, beat.in_flight = 7, 512, 2
+    beat.beat()
+    answer = api.get("/workers/w0/pulse").json()
+    mine, other = answer.pop("ranks")
+    assert answer == {"worker": "w0", "generation": 3, "phase": "up", "stopped": [], "longest_step_seconds": 1.25}
+    assert 0 <= mine.pop("beat_age_seconds") < 5
+    assert mine == {"role": "scheduler", "rank": 0, "loops": 2, "steps": 7, "prefill_tokens": 512, "in_flight": 2}
+    assert other == {"role": "detokenizer", "rank": None, "beat_age_seconds": None, "loops": None, "steps": None,
+                     "prefill_tokens": None, "in_flight": None}
+    beat.beat()
+    assert api.get("/workers/w0/pulse").json()["ranks"][0]["loops"] == 3      # no tick was between
+
+
+def test_a_pulse_names_what_is_stopped_while_the_loop_hangs(api: Api) -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            found = read_process(child.pid)
+            assert found is not None
+            mine = process(id=found.id)
+            again = process(id=ProcessId(child.pid, found.id.start_time + 1))          # its pid was another's before
+            api.board.publish(status(worker(processes=(mine,), ranks=()), updated_monotonic=time.monotonic() - 60))
+            child.send_signal(signal.SIGSTOP)
+            wait_until(lambda: api.get("/workers/w0/pulse").json()["stopped"] == [child.pid], what="the process is stopped")
+            api.board.publish(status(worker(processes=(again,), ranks=())))
+            assert api.get("/workers/w0/pulse").json()["stopped"] == []
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\0" * 4096, b"\xff" * 4096])
+def test_a_page_that_cannot_be_read_is_unknown(api: Api, tmp_path: Path, content: bytes | None) -> None:
+    me, _ = own_rank(tmp_path)
+    page = tmp_path / "run" / "w0-3" / f"beat-{os.getpid()}"
+    page.unlink()
+    if content is not None:
+        page.write_bytes(content)
+    api.board.publish(status(worker(ranks=(me,))))
+    assert api.get("/workers/w0/pulse").json()["ranks"][0]["loops"] is None
+
+
+def test_a_page_of_an_earlier_process_is_unknown(api: Api, tmp_path: Path) -> None:
+    me, _ = own_rank(tmp_path)
+    api.board.publish(status(worker(ranks=(replace(me, id=ProcessId(me.id.pid, me.id.start_time - 1)),))))
+    assert api.get("/workers/w0/pulse").json()["ranks"][0]["loops"] is None
+
+
+def test_the_pulse_of_nobody(shared: Api) -> None:
+    assert error(shared.get("/workers/zz/pulse"), 404)["code"] == "worker_not_found"
+
+
+def test_status_tells_a_gateway_what_it_needs(api: Api) -> None:
+    api.board.publish(status(worker(served_model="m", address="10.0.0.3", transfer_port=8998)))
+    found = api.get("/status").json()["workers"][0]
+    assert (found["served_model"], found["address"], found["transfer_port"]) == ("m", "10.0.0.3", 8998)
+    assert found["longest_prompt_tokens"] == 8191          # of 8192, with one token of answer
+    api.board.publish(status(worker(context_tokens=None, line=None)))
+    assert api.get("/status").json()["workers"][0]["longest_prompt_tokens"] is None
 
 
 def test_a_client_that_reads_nothing_is_dropped(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +429,7 @@ def test_streams_are_counted_and_bounded(api: Api, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_open_stream_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    for api in start(tmp_path, ApiSettings(public=False)):
+    for api in start(tmp_path, ApiSettings(public=False, state_directory=tmp_path)):
         raw = socket.create_connection(("127.0.0.1", api.port))
         raw.sendall(b"GET /events HTTP/1.1\r\nHost: x\r\nAccept: text/event-stream\r\n\r\n")
         wait_until(lambda api=api: api.journal._listeners, what="the stream is open")

@@ -52,6 +52,8 @@ class Engine(Protocol):
     distribution: str                          # of its Python package
     releases: Mapping[str, tuple[int, ...]]    # hook -> first release whose hook points we know
     plugins_variable: str                      # whitelist of plugins; ours must be on it when it is set
+    transfer_roles: tuple[str, ...]            # roles that listen for their peers
+    transfer_port: int                         # where the first of them does
 
     def arguments(self, wish: Wish) -> tuple[str, ...]:
         """All arguments of ours: what a command line needs to be whole, then what we set on purpose."""

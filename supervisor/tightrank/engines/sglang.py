@@ -41,6 +41,8 @@ class SGLang:
     distribution = "sglang"
     releases: Mapping[str, tuple[int, ...]] = {"ranks": (0, 5, 20), "line": (0, 5, 20)}
     plugins_variable = "SGLANG_PLUGINS"
+    transfer_roles = ("prefill",)      # the bootstrap server
+    transfer_port = 8998
 
     def arguments(self, wish: Wish) -> tuple[str, ...]:
         args = wish.worker.args

@@ -44,6 +44,8 @@ class VLLM:
     distribution = "vllm"
     releases: Mapping[str, tuple[int, ...]] = {"ranks": (0, 28), "line": (0, 28)}
     plugins_variable = "VLLM_PLUGINS"
+    transfer_roles = ("prefill", "decode")       # NIXL's side channel
+    transfer_port = 5600
 
     def arguments(self, wish: Wish) -> tuple[str, ...]:
         args = wish.worker.args

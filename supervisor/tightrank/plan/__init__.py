@@ -12,11 +12,12 @@ from tightrank import engines
 from tightrank.adapter import wire
 from tightrank.config import Config, Worker
 from tightrank.config.flags import FLAGS, MASK, OWN_KEYS, has, names, value, without_secrets
-from tightrank.config.units import format_size
+from tightrank.config.units import WILDCARDS, format_size
 from tightrank.engines.base import Engine, Wish, number
 from tightrank.host import HostFacts
 from tightrank.inputs import Inputs
 from tightrank.plan.line import Chosen, choose, schedule
+from tightrank.plan.pd import transfer_port
 from tightrank.records import WorkerSpec
 
 PLUGIN = "tightrank"     # the adapter's entry point in both engines' plugin groups
@@ -41,11 +42,16 @@ def _refuse_floor(config: Config, host: HostFacts) -> None:
 
 def for_generation(spec: WorkerSpec, generation: int, state_directory: Path) -> WorkerSpec:
     """`spec` with what one start adds: its number, its run directory and the two variables that engines may see."""
-    run_directory = str(state_directory / "run" / f"{spec.name}-{generation}")
+    run = str(run_directory(state_directory, spec.name, generation))
     ours = {wire.ENV_RUN: f"{mark(state_directory)}:{spec.name}:{generation}"}
     if spec.hooks:
-        ours[wire.ENV_ADAPTER] = run_directory
-    return dataclasses.replace(spec, generation=generation, run_directory=run_directory, env={**spec.env, **ours})
+        ours[wire.ENV_ADAPTER] = run
+    return dataclasses.replace(spec, generation=generation, run_directory=run, env={**spec.env, **ours})
+
+
+def run_directory(state_directory: Path, worker: str, generation: int) -> Path:
+    """Where one generation keeps its settings, hellos and beats."""
+    return state_directory / "run" / f"{worker}-{generation}"
 
 
 def mark(state_directory: Path) -> str:
@@ -71,7 +77,7 @@ def _worker(config: Config, index: int, engine: Engine, inputs: Inputs) -> Worke
         line=chosen.spec if chosen else None, context_tokens=chosen.context if chosen else None,
         schedule=schedule(chosen.spec, chosen.context) if chosen else (),
         drain_seconds=config.limits.drain_seconds, start_stall_seconds=config.limits.start_stall_seconds,
-        api_key=inputs.api_keys.get(worker.name),
+        address=_address(worker), transfer_port=transfer_port(config, engine, index), api_key=inputs.api_keys.get(worker.name),
         notes=(*(chosen.notes if chosen else ("the line is off: hooks does not name it",)), *env_notes))
 
 
@@ -113,6 +119,11 @@ def _served_model(config: Config, worker: Worker) -> str:
     if not config.as_written:
         return config.model
     return value(worker.args, *FLAGS[config.engine]["model"]) or worker.args[0]
+
+
+def _address(worker: Worker) -> str:
+    """How others reach it; an address that means all of them tells nobody which."""
+    return worker.address or ("" if worker.host in WILDCARDS else worker.host)
 
 
 def _environment(worker: Worker, engine: Engine, inputs: Inputs) -> tuple[dict[str, str], tuple[str, ...]]:
