@@ -98,12 +98,15 @@ class Engine:
             die_with(parent)
             telemetry.hello(role, number)
         if body is not None:
-            Rank(self.options, telemetry, body, number or 0).run()
+            self.rank(telemetry, role, body, number or 0).run()
         while role or os.getppid() == parent:  # the tracker ends with main, as the real one does
             time.sleep(0.05)
             if role:
                 telemetry.turn()
         os._exit(0)
+
+    def rank(self, telemetry, role, body, number):
+        return Rank(self.options, telemetry, body, number)
 
     def start(self):
         vllm, many = self.options.engine == "vllm", self.options.children > 1

@@ -110,12 +110,14 @@ class Rank:
             message = json.loads(self.connection.recv(4096) or "null") if readable else {}
             if message is None:
                 os._exit(0)
-            self.handle(message)
+            self.work(message)
+            if message:
+                self.connection.send(b"done")
             self.telemetry.turn(message.get("in_flight", 0))
             if self.number == 0:
                 self.faults()
 
-    def handle(self, message):
+    def work(self, message):
         if "ready" in message:
             self.ready = time.monotonic()
         if "budget" in message and "new" not in message and self.telemetry.on:
@@ -123,8 +125,6 @@ class Rank:
         if "new" in message:
             time.sleep(self.options.step_seconds)
             self.telemetry.step(message["sequence"], self.number, message["prefix"], message["new"], message["budget"])
-        if message:
-            self.connection.send(b"done")
 
     def faults(self):
         grow = int(self.options.grow_mib_per_second * (time.monotonic() - self.started)) - self.grown_mib
