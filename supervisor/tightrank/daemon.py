@@ -19,7 +19,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-from tightrank import act, api, decide, host, inputs, plan, serve, status
+from tightrank import act, api, decide, host, inputs, plan, serve, sockets, status
 from tightrank.adapter import wire
 from tightrank.config import Config, read_secret
 from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _bind(host: str, port: int) -> socket.socket:
     try:
-        return serve.bind(host, port)
+        return sockets.bind(host, port)
     except OSError as error:
         raise ConfigError(f"http.host, http.port: {host}:{port} cannot be listened on ({error.strerror}); give another port",
                           cause="port-taken") from None

@@ -29,7 +29,8 @@ from tightrank.api import (
 from tightrank.readers.process import read_process
 from tightrank.records import Event, Phase, ProcessId, RankReading
 from tightrank.report import Board, Journal
-from tightrank.serve import Server, bind
+from tightrank.serve import Server
+from tightrank.sockets import bind
 
 WRITE = {"X-Tightrank": "1", "Content-Type": "application/json"}
 

@@ -15,7 +15,7 @@ PACKAGE = SUPERVISOR / "tightrank"
 GUARD = PACKAGE / "guard"
 # A module imports from lower layers and from its own package only. Each name is a file or package under tightrank/.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("records", "errors", "adapter", "__init__"),
+    ("records", "errors", "adapter", "sockets", "__init__"),
     ("config",),
     ("engines", "host", "inputs", "logs", "gateway"),
     ("readers",),

@@ -1,0 +1,192 @@
+"""One leg: one HTTP exchange with one engine. Its errors are all `LegFailed`; it may be failed from outside at any moment."""
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+import aiohttp
+
+from tightrank.gateway import sse
+from tightrank.gateway.peers import Member
+from tightrank.gateway.records import Answered, Failure, LegFailed
+
+ANSWER_BYTES = 256 << 20
+CONNECT_SECONDS = 1.0              # a SYN that a loopback or a rack does not answer at once is not answered at all
+KEEP_ALIVE_SECONDS = 2.0           # shorter than the engines' 5 s: a connection they are about to close is not used
+EVENT_STREAM = "text/event-stream"
+
+
+def session() -> aiohttp.ClientSession:
+    """For legs: no proxies of the environment, no redirects, no total time limit, nothing decoded."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ttl_dns_cache=10)
+    return aiohttp.ClientSession(connector=connector, auto_decompress=False, trust_env=False,
+                                 cookie_jar=aiohttp.DummyCookieJar(), max_line_size=16 << 10, max_field_size=32 << 10,
+                                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+                                 skip_auto_headers=("User-Agent", "Accept", "Content-Type"))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a leg sends. `prompt_tokens` wait at the engine until its answer begins (0 for a decode leg); `new_tokens` as in
+    `Pace.answer_seconds`; `steady`: the engine's silence proves nothing while its partner computes."""
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+    prompt_tokens: int = 0
+    new_tokens: int | None = 0
+    steady: bool = True
+
+
+class Leg:
+    """`open`, then `whole` or `events`; `close` in any case."""
+
+    def __init__(self, http: aiohttp.ClientSession, member: Member, call: Call) -> None:
+        self.member, self.peer, self.call = member, member.peer, call
+        self.opened = self.heard = time.monotonic()
+        self.began = False                     # a byte of the answer has come
+        self.ahead_tokens = member.queued_tokens + call.prompt_tokens
+        self.steady = call.steady
+        self.others = False                    # whether the request could go elsewhere, for the watchdog
+        self._http = http
+        self._failure: LegFailed | None = None
+        self._opening: asyncio.Task[aiohttp.ClientResponse] | None = None
+        self._response: aiohttp.ClientResponse | None = None
+        self._over = self._unreached = False
+
+    @property
+    def done(self) -> bool:
+        """Whether its answer is here whole, or it never reached the engine."""
+        return self._over or self._opening is None or self._unreached
+
+    # --- its life -----------------------------------------------------------------------------------------------------
+
+    async def open(self) -> tuple[int, Mapping[str, str]]:
+        """Sends the request; status and headers of the answer."""
+        self.member.legs.add(self)
+        self.member.running += 1
+        self.member.queued_tokens += self.call.prompt_tokens
+        try:
+            self._opening = asyncio.ensure_future(self._send())
+            self._response = await self._opening
+        except asyncio.CancelledError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        except aiohttp.ClientConnectorError as error:
+            self._unreached = True
+            raise self._failed(Failure.REFUSED, f"no connection: {error.strerror or error}") from None
+        except aiohttp.ServerTimeoutError:
+            raise self._failed(Failure.REFUSED, f"no connection within {CONNECT_SECONDS:.0f} s") from None
+        except (aiohttp.ClientResponseError, ValueError) as error:
+            raise self._failed(Failure.GARBAGE, f"its answer is no HTTP: {str(error)[:200]}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._failed(Failure.LOST, f"the connection ended without an answer ({type(error).__name__})") from None
+        self.heard = time.monotonic()
+        if not 200 <= self._response.status < 600 or 300 <= self._response.status < 400:
+            raise self._failed(Failure.GARBAGE, f"it answered {self._response.status}")
+        return self._response.status, self._response.headers
+
+    async def whole(self) -> bytes:
+        """The whole body."""
+        parts, size = [], 0
+        async for part in self._parts():
+            self._begin()
+            parts.append(part)
+            size += len(part)
+            if size > ANSWER_BYTES:
+                raise self._failed(Failure.GARBAGE, f"its answer is longer than {ANSWER_BYTES} bytes")
+        self._begin()
+        self.close()
+        return b"".join(parts)
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Whole events, until the last. A stream that ends before it has failed."""
+        splitter, done = sse.Splitter(), False
+        async for part in self._parts():
+            try:
+                events = splitter.feed(part)
+            except sse.NotEvents as error:
+                raise self._failed(Failure.GARBAGE, f"its stream is none: {error}") from None
+            for event in events:
+                self._begin()
+                done = done or sse.last(event)
+                yield event
+        if not done or splitter.rest.strip():
+            raise self._failed(Failure.LOST, "its stream ended before it was complete")
+        self.close()
+
+    def fail(self, failure: LegFailed) -> None:
+        """Ends it now, with this reason; whoever waits for it gets it."""
+        if self._failure is None and not self._over:
+            self._failure = failure
+            if self._response is not None:
+                self._response.close()
+            elif self._opening is not None:
+                self._opening.cancel()
+
+    def close(self) -> None:
+        """Cuts it when it is not over; its place at the engine is free in any case."""
+        if self._over:
+            return
+        self._over = True
+        self._begin(answered=False)
+        self.member.legs.discard(self)
+        self.member.running -= 1
+        if self._response is not None:
+            self._response.close()             # a whole answer was read: the connection has gone back to the pool already
+        elif self._opening is not None:
+            self._opening.cancel()
+
+    # --- how ----------------------------------------------------------------------------------------------------------
+
+    async def _send(self) -> aiohttp.ClientResponse:
+        return await self._http.request(self.call.method, self.peer.url + self.call.path, data=self.call.body or None,
+                                        headers={**self.call.headers, "Accept-Encoding": "identity",
+                                                 "X-Tightrank-Generation": str(self.peer.generation)},
+                                        allow_redirects=False)
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        assert self._response is not None
+        try:
+            while part := await self._response.content.readany():
+                self.heard = time.monotonic()
+                yield part
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise self._failed(Failure.LOST, f"the connection ended in the answer ({type(error).__name__})") from None
+        if self._failure is not None:
+            raise self._failure
+
+    def _begin(self, answered: bool = True) -> None:
+        """Its prompt waits no more."""
+        if self.began:
+            return
+        self.began = True
+        self.member.queued_tokens -= self.call.prompt_tokens
+        if answered:
+            self.member.answered = time.monotonic()
+            if self.call.prompt_tokens and self.call.new_tokens == 0:
+                self.member.pace.first_byte(self.member.answered - self.opened, self.ahead_tokens)
+
+    def _failed(self, kind: Failure, sentence: str) -> LegFailed:
+        return self._failure or LegFailed(kind, self.peer, sentence)
+
+
+async def answered(leg: Leg) -> Answered:
+    """The whole answer of a leg that is wanted whole. Raises LegFailed, for 429, 503 (busy) and other 5xx (error) too."""
+    status, headers = await leg.open()
+    body = await leg.whole()
+    whole = Answered(status, headers, body)
+    refuse_errors(leg, whole)
+    return whole
+
+
+def refuse_errors(leg: Leg, whole: Answered) -> None:
+    """Raises LegFailed when an engine's status says that another could do better."""
+    text = whole.body[:300].decode("utf-8", "replace")
+    if whole.status in (429, 503):
+        raise LegFailed(Failure.BUSY, leg.peer, f"it answered {whole.status} {text}", whole)
+    if whole.status >= 500:
+        raise LegFailed(Failure.ERROR, leg.peer, f"it answered {whole.status} {text}", whole)

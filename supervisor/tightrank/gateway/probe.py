@@ -1,0 +1,68 @@
+"""Asks a doubtful engine with one real token, until it has answered. What an engine says of its own health is not asked."""
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+
+from tightrank.gateway import protocol, sse
+from tightrank.gateway.leg import Call, Leg, answered
+from tightrank.gateway.peers import Member, Peers
+from tightrank.gateway.records import Failure, LegFailed, Standing
+
+PAUSE_SECONDS = 0.3            # an engine that came back gets work within 1 s
+ANSWER_SECONDS = 3.0           # for one token, beside what waits at it already
+
+
+class Prober:
+    """At most one probe of a member at a time; each ends when the member is up, gone, or not to be asked."""
+
+    def __init__(self, http: aiohttp.ClientSession, peers: Peers, key: str | None) -> None:
+        self._http, self._peers = http, peers
+        self._headers = own_headers(key)
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    def start(self, member: Member) -> None:
+        """Begins to ask, when nobody does."""
+        running = self._running.get(member.peer.id)
+        if running is None or running.done():
+            self._running[member.peer.id] = asyncio.ensure_future(self._ask(member))
+
+    async def _ask(self, member: Member) -> None:
+        while self._peers.members.get(member.peer.id) is member and member.peer.up:
+            failure = await self._once(member)
+            self._peers.probed(member, failure)
+            if member.standing is Standing.UP:
+                return
+            await asyncio.sleep(PAUSE_SECONDS)
+
+    async def _once(self, member: Member) -> LegFailed | None:
+        peer = member.peer
+        path, body = protocol.probe(peer)
+        leg = Leg(self._http, member, Call("POST", path, self._headers, json.dumps(body).encode()))
+        waits = self._peers.pace(member).prefill_seconds(member.queued_tokens) or 0.0
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS + waits):
+                whole = await answered(leg)
+            if whole.status != 200 or sse.gave_up(_json(whole.body)):
+                return LegFailed(Failure.ERROR, peer, f"it answered {whole.status} to one token: {whole.body[:200]!r}")
+        except TimeoutError:
+            return LegFailed(Failure.SILENT, peer, f"no answer to one token within {ANSWER_SECONDS + waits:.0f} s")
+        except LegFailed as failure:
+            return None if failure.kind is Failure.BUSY else failure
+        finally:
+            leg.close()
+        return None
+
+
+def own_headers(key: str | None) -> dict[str, str]:
+    """For requests of the gateway's own."""
+    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
+
+
+def _json(body: bytes) -> object:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return {"error": "not JSON"}

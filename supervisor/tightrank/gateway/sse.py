@@ -1,0 +1,102 @@
+"""Server-sent events as bytes: splitting a stream into whole events, and what an event says about its request."""
+from __future__ import annotations
+
+import json
+from typing import Any
+
+EVENT_BYTES = 16 << 20             # logprobs of a whole prompt may come as one event
+_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":", b"data", b"event")
+DONE = b"data: [DONE]"
+_LAST_OF_RESPONSES = (b"response.completed", b"response.incomplete", b"response.failed")
+
+
+class NotEvents(ValueError):
+    """What came is no event stream; the text says what came."""
+
+
+class Splitter:
+    """Cuts what arrives into whole events, each with its blank line, byte for byte."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events that are whole now. Raises NotEvents."""
+        self._rest += data
+        events = []
+        while (end := _end(self._rest)) > 0:
+            event, self._rest = self._rest[:end], self._rest[end:]
+            _check(event)
+            events.append(event)
+        if len(self._rest) > EVENT_BYTES:
+            raise NotEvents(f"an event of more than {EVENT_BYTES} bytes")
+        return events
+
+    @property
+    def rest(self) -> bytes:
+        """What came of an event that is not whole."""
+        return self._rest
+
+
+def _end(data: bytes) -> int:
+    """Where the first event ends, its blank line included; 0: it is not whole."""
+    ends = [at + len(blank) for blank in (b"\n\n", b"\r\n\r\n") if (at := data.find(blank)) >= 0]
+    return min(ends, default=0)
+
+
+def _check(event: bytes) -> None:
+    for line in event.splitlines():
+        if line and not line.startswith(_FIELDS):
+            raise NotEvents(f"a line that is no field of an event: {line[:80]!r}")
+
+
+def last(event: bytes) -> bool:
+    """Whether a stream ends well after this event."""
+    return event.startswith(DONE) or (event.startswith(b"event:") and any(name in event for name in _LAST_OF_RESPONSES))
+
+
+def payload(event: bytes) -> Any:
+    """The JSON of its data; None when it has none."""
+    data = b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:"))
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def check_payload(event: bytes) -> None:
+    """Raises NotEvents when the data of an event is neither JSON nor [DONE]."""
+    if event.startswith(b"data:") and not event.startswith(DONE) and payload(event) is None:
+        raise NotEvents(f"data that is not JSON: {event[:80]!r}")
+
+
+def gave_up(answer: Any) -> str:
+    """Why an engine gave a request up, from the JSON of its answer or of one event; "" when it did not.
+
+    vLLM ends a request whose KV transfer failed with finish_reason "error", SGLang with "abort": both under status 200.
+    """
+    if not isinstance(answer, dict):
+        return ""
+    if isinstance(answer.get("error"), dict | str) and answer["error"]:
+        return f"error: {str(_message(answer['error']))[:300]}"
+    if isinstance(answer.get("response"), dict):           # an event of /v1/responses
+        return gave_up(answer["response"]) or ("failed" if answer["response"].get("status") == "failed" else "")
+    meta = answer.get("meta_info")
+    reasons = [choice.get("finish_reason") for choice in answer.get("choices") or () if isinstance(choice, dict)]
+    reasons += [meta.get("finish_reason")] if isinstance(meta, dict) else []
+    for reason in reasons:
+        kind = reason.get("type") if isinstance(reason, dict) else reason
+        if kind in ("abort", "error"):
+            return f"{kind}: {reason.get('message', '')[:300]}" if isinstance(reason, dict) else str(kind)
+    return ""
+
+
+def clients_fault(answer: Any) -> bool:
+    """Whether an error inside a stream is one that no other engine would answer otherwise (4xx)."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    return type(code) is int and 400 <= code < 500 and code != 429
+
+
+def _message(error: Any) -> Any:
+    return error.get("message", error) if isinstance(error, dict) else error
