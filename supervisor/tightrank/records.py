@@ -330,6 +330,7 @@ class Pulse:
     generation: int
     phase: Phase
     stopped: tuple[int, ...]               # pids of its tree in state T or t
+    cpu_seconds: float                     # used so far by the processes that are there
     longest_step_seconds: float | None     # of the prefill steps of this generation; None: there was none
     ranks: tuple[RankPulse, ...]
 

@@ -6,13 +6,12 @@ there are is taken from the last Status. About 30 us for each rank and 15 us for
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightrank.adapter import wire
-from tightrank.readers.process import read_process
+from tightrank.readers.process import Process, read_process
 from tightrank.records import ProcessId, Pulse, RankPulse, RankReading, WorkerStatus
 
 if TYPE_CHECKING:
@@ -22,21 +21,19 @@ if TYPE_CHECKING:
 def pulse(worker: WorkerStatus, run_directory: Path) -> Pulse:
     """`run_directory` is that of the worker's generation. A page that is gone, torn or another process's is unknown."""
     ids = {*(process.id for process in worker.processes), *(rank.id for rank in worker.ranks)}
-    return Pulse(worker.name, worker.generation, worker.phase, _stopped(ids), worker.longest_step_seconds,
+    there = [process for process in map(_process, sorted(ids, key=lambda item: item.pid)) if process is not None]
+    stopped = tuple(process.id.pid for process in there if process.state in ("T", "t"))     # by a signal or a tracer
+    return Pulse(worker.name, worker.generation, worker.phase, stopped,
+                 sum(process.cpu_seconds for process in there), worker.longest_step_seconds,
                  tuple(_rank(rank, run_directory) for rank in worker.ranks))
 
 
-def _stopped(ids: Iterable[ProcessId]) -> tuple[int, ...]:
-    """Those that a signal (T) or a tracer (t) holds."""
-    return tuple(sorted(item.pid for item in ids if _state(item) in ("T", "t")))
-
-
-def _state(process: ProcessId) -> str | None:
+def _process(process: ProcessId) -> Process | None:
     try:
         found = read_process(process.pid)
     except OSError:
         return None
-    return found.state if found is not None and found.id == process else None
+    return found if found is not None and found.id == process else None
 
 
 def _rank(rank: RankReading, directory: Path) -> RankPulse:
