@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Streamed:
-    """An answer that has begun. `first` are its first events; `rest` may raise LegFailed."""
+    """An answer that has begun. `first` are its events up to the first that says something: SGLang sends some before any KV
+    has come, and until then another try is possible. `rest` may raise LegFailed."""
     status: int
     headers: Mapping[str, str]
     first: bytes
@@ -87,10 +88,12 @@ class Exchange:
 
     async def _prefilled(self, prefill: Leg, decode: Leg) -> Answered | None:
         """None when the prefill is done; its answer when it is a refusal of the client's request."""
-        whole = await answered(prefill)
-        self._check(prefill, whole)
+        begun = await self._begin(prefill)
+        if isinstance(begun, Streamed):
+            async for _ in begun.rest:
+                pass
         decode.heard, decode.steady = time.monotonic(), True     # from now on it has all that it needs
-        return whole if whole.status >= 400 else None
+        return begun if isinstance(begun, Answered) and begun.status >= 400 else None
 
     async def _prefill_first(self) -> Answered | Streamed:
         """vLLM: the prefill's answer carries what the decode worker needs to fetch the KV."""
@@ -137,13 +140,15 @@ class Exchange:
             return whole
         if not headers.get("Content-Type", "").lower().startswith(EVENT_STREAM):
             raise LegFailed(Failure.GARBAGE, leg.peer, f"it answered {headers.get('Content-Type', 'nothing')!r} to a stream")
-        events = leg.events()
-        first = await anext(events)
-        self._check_event(leg, first)
-        return Streamed(status, headers, first, self._rest(leg, events))
-
-    async def _rest(self, leg: Leg, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        events, first = self._checked(leg), b""
         async for event in events:
+            first += event
+            if sse.says(event):
+                break
+        return Streamed(status, headers, first, events)
+
+    async def _checked(self, leg: Leg) -> AsyncIterator[bytes]:
+        async for event in leg.events():
             self._check_event(leg, event)
             yield event
 

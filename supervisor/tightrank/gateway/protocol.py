@@ -49,7 +49,7 @@ def vllm_prefill(path: str, body: bytes, parsed: Mapping[str, Any]) -> bytes:
 def unpairable(engine: str, path: str, parsed: Mapping[str, Any]) -> str:
     """Why a pair of `engine` cannot serve this request ("" when it can)."""
     if engine == "sglang":
-        return "SGLang's P/D has no /v1/responses" if path == "/v1/responses" else ""
+        return _unpairable_sglang(path, parsed)
     if path not in _ONE_TOKEN:
         return f"vLLM's P/D has no {path}"
     prompt = parsed.get("prompt")
@@ -60,6 +60,15 @@ def unpairable(engine: str, path: str, parsed: Mapping[str, Any]) -> str:
     if parsed.get("prompt_logprobs") is not None or parsed.get("echo"):
         return "a decode worker has not seen the prompt"
     return ""
+
+
+def _unpairable_sglang(path: str, parsed: Mapping[str, Any]) -> str:
+    if path == "/v1/responses":
+        return "SGLang's P/D has no /v1/responses"
+    sampling = parsed.get("sampling_params")
+    wanted = [parsed.get("n"), parsed.get("best_of"), sampling.get("n") if isinstance(sampling, dict) else None]
+    # All samples share one room, and the decode side waits for its whole patience (0.5.23, run).
+    return "SGLang's P/D gives one answer for each prompt" if any(_more_than(1, each) for each in wanted) else ""
 
 
 def _more_than(limit: int, value: Any) -> bool:

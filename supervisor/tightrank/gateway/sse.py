@@ -7,6 +7,7 @@ from typing import Any
 EVENT_BYTES = 16 << 20             # logprobs of a whole prompt may come as one event
 _FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":", b"data", b"event")
 DONE = b"data: [DONE]"
+_ANNOUNCEMENTS = ("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added")
 _LAST_OF_RESPONSES = (b"response.completed", b"response.incomplete", b"response.failed")
 
 
@@ -70,6 +71,29 @@ def check_payload(event: bytes) -> None:
         raise NotEvents(f"data that is not JSON: {event[:80]!r}")
 
 
+def says(event: bytes) -> bool:
+    """Whether an event holds more than the announcement of an answer (a role, an empty text, `response.created`)."""
+    data = payload(event)
+    if not isinstance(data, dict):
+        return event.startswith(b"data:")          # [DONE]; a comment says nothing
+    if isinstance(data.get("type"), str) and data["type"].startswith("response."):
+        return data["type"] not in _ANNOUNCEMENTS
+    choices = data.get("choices")
+    parts = choices if isinstance(choices, list) and choices else [data]
+    return any(_part_says(part) for part in parts)
+
+
+def _part_says(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return True
+    meta, delta = part.get("meta_info"), part.get("delta")
+    if part.get("finish_reason") or (isinstance(meta, dict) and meta.get("finish_reason")):
+        return True
+    if isinstance(delta, dict):
+        return any(value for name, value in delta.items() if name != "role")
+    return "text" not in part or bool(part["text"] or part.get("output_ids"))
+
+
 def gave_up(answer: Any) -> str:
     """Why an engine gave a request up, from the JSON of its answer or of one event; "" when it did not.
 
@@ -77,6 +101,8 @@ def gave_up(answer: Any) -> str:
     """
     if not isinstance(answer, dict):
         return ""
+    if answer.get("object") == "error":            # SGLang's bodies have no wrapper
+        return f"error: {str(answer.get('message'))[:300]}"
     if isinstance(answer.get("error"), dict | str) and answer["error"]:
         return f"error: {str(_message(answer['error']))[:300]}"
     if isinstance(answer.get("response"), dict):           # an event of /v1/responses
