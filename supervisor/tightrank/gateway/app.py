@@ -118,7 +118,7 @@ class App:
         headers = refusal.headers()
         if client.asked is not None:
             headers["X-Request-Id"] = client.asked.request_id
-        else:
+        elif refusal.status != 400:
             headers["Connection"] = "close"        # what is left of its body is not worth reading
         with contextlib.suppress(OSError):
             await client.send_whole(refusal.status, headers, refusal.body())

@@ -72,9 +72,8 @@ class Exchange:
     async def _both_at_once(self) -> Answered | Streamed:
         """SGLang: equal bodies to both. The prefill's own answer counts only when it refuses or fails."""
         assert self.route.prefill is not None
-        fields = protocol.sglang_fields(self.route.prefill)
-        self.rid = fields["rid"]
-        body = protocol.spliced(self.asked.body, fields)
+        self.rid = protocol.sglang_rid()
+        body = protocol.spliced(self.asked.body, protocol.sglang_fields(self.route.prefill, self.asked.path, self.rid))
         prefill = self._leg(self.route.prefill.id, body, prompt_tokens=self.asked.prompt_tokens)
         decode = self._leg(self.route.worker.id, body, steady=False)
         first = self._task(self._prefilled(prefill, decode))

@@ -71,6 +71,9 @@ def understood(asked: Asked) -> Asked:
         raise Refusal(400, "invalid_type", f"stream={_shown(stream)}: must be true or false", param="stream")
     if model is not None and not isinstance(model, str):
         raise Refusal(400, "invalid_type", f"model={_shown(model)}: must be a string", param="model")
+    if asked.path == "/v1/responses" and parsed.get("background"):
+        raise Refusal(400, "not_supported", "background=true: an answer cannot be fetched later here; leave it out",
+                      param="background")
     for name in RESERVED:
         if name in parsed:
             raise Refusal(400, "reserved_parameter", f"{name}: is set by the gateway alone; leave it out", param=name)
@@ -117,8 +120,10 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _headers(scope: Scope, request_id: str) -> dict[str, str]:
-    kept = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-            if not _OURS.fullmatch(name.decode("latin-1"))}
+    given = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+    # What Connection names is for this hop only (RFC 9110, 7.6.1).
+    hop = {part.strip().lower() for name, value in given if name == "connection" for part in value.split(",")}
+    kept = {name: value for name, value in given if not _OURS.fullmatch(name) and name not in hop}
     return {**kept, "X-Request-Id": request_id}
 
 

@@ -33,10 +33,16 @@ def spliced(body: bytes, fields: Mapping[str, Any]) -> bytes:
     return body[:end] + comma + json.dumps(fields)[1:-1].encode() + body[end:]
 
 
-def sglang_fields(prefill: Peer) -> dict[str, Any]:
-    """For both legs of one try: a fresh room, and a request ID of ours (SGLang aborts every ID that begins with it)."""
+def sglang_fields(prefill: Peer, path: str, rid: str) -> dict[str, Any]:
+    """For both legs of one try: a fresh room, and a request ID of ours by which it can be aborted."""
     return {"bootstrap_host": prefill.transfer_host, "bootstrap_port": prefill.transfer_port,
-            "bootstrap_room": secrets.randbelow(2**63), "rid": f"tightrank-{secrets.token_hex(16)}"}
+            "bootstrap_room": secrets.randbelow(2**63), "request_id" if path == "/v1/responses" else "rid": rid}
+
+
+def sglang_rid() -> str:
+    """New for each try: an ID that was used is aborted once more some seconds after its stream (0.5.23). Aborting takes all
+    IDs that begin with it, those of a list of prompts (RID_0, RID_1) too."""
+    return f"tightrank-{secrets.token_hex(16)}"
 
 
 def vllm_prefill(path: str, body: bytes, parsed: Mapping[str, Any]) -> bytes:
@@ -49,7 +55,7 @@ def vllm_prefill(path: str, body: bytes, parsed: Mapping[str, Any]) -> bytes:
 def unpairable(engine: str, path: str, parsed: Mapping[str, Any]) -> str:
     """Why a pair of `engine` cannot serve this request ("" when it can)."""
     if engine == "sglang":
-        return _unpairable_sglang(path, parsed)
+        return _unpairable_sglang(parsed)
     if path not in _ONE_TOKEN:
         return f"vLLM's P/D has no {path}"
     prompt = parsed.get("prompt")
@@ -62,9 +68,7 @@ def unpairable(engine: str, path: str, parsed: Mapping[str, Any]) -> str:
     return ""
 
 
-def _unpairable_sglang(path: str, parsed: Mapping[str, Any]) -> str:
-    if path == "/v1/responses":
-        return "SGLang's P/D has no /v1/responses"
+def _unpairable_sglang(parsed: Mapping[str, Any]) -> str:
     sampling = parsed.get("sampling_params")
     wanted = [parsed.get("n"), parsed.get("best_of"), sampling.get("n") if isinstance(sampling, dict) else None]
     # All samples share one room, and the decode side waits for its whole patience (0.5.23, run).
