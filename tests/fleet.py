@@ -113,10 +113,10 @@ class FakePeer:
 
 
 class Fleet:
-    """Fakes of one engine: P0.., D0.. (a pair needs one of each), W0.. (serve alone)."""
+    """Fakes of one engine: p0.., d0.. (a pair needs one of each), w0.. (serve alone)."""
 
     def __init__(self, engine: str, prefills: int = 2, decodes: int = 2, alone: int = 0, flags: Sequence[str] = ()) -> None:
-        counts = (("P", "prefill", prefills), ("D", "decode", decodes), ("W", "both", alone))
+        counts = (("p", "prefill", prefills), ("d", "decode", decodes), ("w", "both", alone))
         self.engine = engine
         self.peers = [FakePeer(engine, f"{letter}{i}", role, tuple(flags))
                       for letter, role, count in counts for i in range(count)]

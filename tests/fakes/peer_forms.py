@@ -41,7 +41,9 @@ def tokens_of(prompt):
 
 
 class Form:
-    """`kind` names it. `head_first`: a stream's status goes out before the first token is there."""
+    """`kind` names it. `head_first`: a stream's status goes out before the first token is there. `rid`: where a body names the
+    request for SGLang."""
+    rid = "rid"
     ended = b"data: [DONE]\n\n"
     limits = ("max_tokens",)
 
@@ -148,7 +150,7 @@ class Chat(Completion):
 
 class Responses(Form):
     """Its stream has named events and no [DONE]: `response.completed` is the end."""
-    kind, ended, limits = "resp", b"", ("max_output_tokens",)
+    kind, ended, limits, rid = "resp", b"", ("max_output_tokens",), "request_id"
 
     def prompt(self):
         given = self.body.get("input")

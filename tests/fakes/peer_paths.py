@@ -70,7 +70,7 @@ class Paths:
         vllm, name = options.engine == "vllm", body.get("model", options.served_model_name)
         if vllm and name != options.served_model_name:
             return await self.refuse(reply, 404, f"The model `{name}` does not exist.", "NotFoundError")
-        given = request.headers.get("x-request-id") if vllm else body.get("rid")
+        given = request.headers.get("x-request-id") if vllm else body.get(form.rid)
         request_id = given or secrets.token_hex(8)
         form = form(body, f"{form.kind}-{request_id}" if vllm else request_id, name, vllm or request.path == "/generate")
         if len(form.tokens) + form.new_tokens > options.context:

@@ -1,0 +1,90 @@
+"""Fakes and gateways for the tests of this tier. The fleets live for the whole run and are well again before each test."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet import Fleet, GatewayProcess
+from helpers import wait_until
+
+
+class Stack:
+    """A fleet and the gateway over it."""
+
+    def __init__(self, directory: Path, fleet: Fleet, **settings: Any) -> None:
+        self.fleet, self.engine = fleet, fleet.engine
+        self.gateway = GatewayProcess(directory, [peer.entry() for peer in fleet.peers], **settings)
+        self.post, self.status = self.gateway.post, self.gateway.status
+
+    def start(self) -> Stack:
+        self.fleet.start()
+        self.gateway.start()
+        return self
+
+    def standings(self) -> dict[str, str]:
+        return {worker["name"]: worker["standing"] for worker in self.status()["workers"]}
+
+    def well(self) -> bool:
+        """Whether the gateway holds all workers for up, and all pairs for pairs."""
+        status = self.status()
+        return all(worker["standing"] == "up" and not worker["legs"] for worker in status["workers"]) and \
+            all(pair["paired"] for pair in status["pairs"])
+
+    def recover(self) -> None:
+        self.fleet.recover()
+        wait_until(self.well, 15, f"the gateway holds all for up: {self.status()}")
+        for peer in self.fleet.peers:
+            peer.reset()                   # what the canaries left in their logs
+
+    def close(self) -> None:
+        self.gateway.close()
+        self.fleet.close()
+
+
+@pytest.fixture(scope="session")
+def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Stack]]:
+    made: dict[str, Stack] = {}
+
+    def get(kind: str) -> Stack:
+        """"sglang" and "vllm": two pairs; "plain": two vLLM workers that serve alone."""
+        if kind not in made:
+            fleet = Fleet("vllm", 0, 0, alone=2) if kind == "plain" else Fleet(kind)
+            made[kind] = Stack(tmp_path_factory.mktemp(kind), fleet)
+            made[kind].start()
+        return made[kind]
+
+    yield get
+    for stack in made.values():
+        stack.close()
+
+
+@pytest.fixture(params=["sglang", "vllm"])
+def pairs(request: pytest.FixtureRequest, stacks: Callable[[str], Stack]) -> Stack:
+    """Two prefill and two decode workers of each engine."""
+    stack = stacks(request.param)
+    stack.recover()
+    return stack
+
+
+@pytest.fixture
+def plain(stacks: Callable[[str], Stack]) -> Stack:
+    """Two workers that serve alone."""
+    stack = stacks("plain")
+    stack.recover()
+    return stack
+
+
+@pytest.fixture
+def sglang(stacks: Callable[[str], Stack]) -> Stack:
+    stack = stacks("sglang")
+    stack.recover()
+    return stack
+
+
+@pytest.fixture
+def vllm(stacks: Callable[[str], Stack]) -> Stack:
+    stack = stacks("vllm")
+    stack.recover()
+    return stack
