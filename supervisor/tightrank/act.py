@@ -50,8 +50,7 @@ class Ending:
     """Ends one generation: SIGTERM to the engine's main process only (a signal to the group breaks its drain), after
     `patience_seconds` SIGKILL to every process of the tree, then wait until no process and no port is left."""
     main: ProcessId
-    host: str
-    port: int
+    listens: tuple[tuple[str, int], ...]     # (host, port)
     began_monotonic: float
     patience_seconds: float
     ask: bool                            # SIGTERM first; otherwise the tree is killed after the patience
@@ -76,8 +75,11 @@ class Ending:
         if self.killed_monotonic is not None:
             for process in self._left:
                 send(process.id, signal.SIGKILL)
-            return not self._left and port_free(self.host, self.port)
+            return not self._left and not self._held()
         return False
+
+    def _held(self) -> list[tuple[str, int]]:
+        return [(host, port) for host, port in self.listens if not port_free(host, port)]
 
     def _main_gone(self) -> bool:
         return all(process.id != self.main for process in self._left)
@@ -90,8 +92,9 @@ class Ending:
             names = ", ".join(f"{process.name} (pid {process.id.pid}, state {process.state})" for process in self._left[:5])
             return _diagnosis("process-unkillable", f"still there {END_SECONDS:.0f} s after SIGKILL: {names}",
                               "a process in state D waits in the kernel (a driver, a disk); the host may need a reboot")
-        return _diagnosis("port-not-released", f"port {self.port} on {self.host} is held by a process that is not ours",
-                          f"find it (ss -ltnp 'sport = :{self.port}') and end it")
+        host, port = next(iter(self._held()), self.listens[0])
+        return _diagnosis("port-not-released", f"port {port} on {host} is held by a process that is not ours",
+                          f"find it (ss -ltnp 'sport = :{port}') and end it")
 
 
 def _diagnosis(cause: str, summary: str, change: str) -> Diagnosis:

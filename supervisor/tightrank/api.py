@@ -8,7 +8,6 @@ Writes need the bearer token. Without one they work on a loopback bind only, and
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import queue
 import re
 import time
@@ -25,6 +24,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from tightrank import __version__
 from tightrank.admission import AdmissionRequest, admit, restart_seconds
+from tightrank.config.units import is_loopback
 from tightrank.edge import BodyLimit, EventStream, JsonResponse, error_response, validation_error
 from tightrank.metrics import CONTENT_TYPE, render
 from tightrank.plan import run_directory
@@ -280,13 +280,3 @@ def _loopback_wrong(request: Request) -> str:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         return "writes need Content-Type: application/json"
     return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or address means this host only; other names are not looked up."""
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -32,7 +32,7 @@ def problems(config: Config, specs: Sequence[WorkerSpec], environment: Mapping[s
         except ConfigError as error:
             yield error
     yield from _programs(config, specs, environment)
-    yield from _ports(config)
+    yield from _ports(config, specs)
 
 
 def _state(config: Config) -> Iterator[ConfigError]:
@@ -104,10 +104,13 @@ def _numbers(release: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", release.partition("+")[0])[:3])
 
 
-def _ports(config: Config) -> Iterator[ConfigError]:
-    taken: dict[int, str] = {}
+def _ports(config: Config, specs: Sequence[WorkerSpec]) -> Iterator[ConfigError]:
+    # The gateway's, where there is one here, may be in use already: by the gateway.
+    has_gateway = any(key.startswith("gateway.") and origin != "default" for key, origin in config.places.items())
+    taken = {config.gateway.port: "gateway.port"} if has_gateway else {}
     wanted = [("http.port", config.http.host, config.http.port)]
-    wanted += [(f"workers[{index}].port", worker.host, worker.port) for index, worker in enumerate(config.workers)]
+    wanted += [(f"workers[{index}].{key}", host, port) for index, spec in enumerate(specs)
+               for key, (host, port) in zip(("port", "transfer_port"), spec.listens(), strict=False)]
     for key, host, port in wanted:
         if port in taken:
             yield config.error(key, f"{port} is {taken[port]} too; give each its own port", "port-taken")

@@ -22,6 +22,7 @@ from pathlib import Path
 from tightrank import act, api, decide, host, inputs, plan, serve, sockets, status
 from tightrank.adapter import wire
 from tightrank.config import Config, read_secret
+from tightrank.config.units import is_loopback
 from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
 from tightrank.logs import Sink
 from tightrank.readers.engine_http import Prober
@@ -256,7 +257,7 @@ class Daemon:
         token = os.environ.get("TIGHTRANK_TOKEN")
         if self.config.http.token_file:
             token = read_secret(self.config.http.token_file, partial(self.config.error, "http.token_file"))
-        return api.ApiSettings(not api.is_loopback(self.config.http.host), self.state, token, plan.to_json(self.specs))
+        return api.ApiSettings(not is_loopback(self.config.http.host), self.state, token, plan.to_json(self.specs))
 
     def _fault(self, error: Exception) -> None:
         self._say("daemon", f"a tick failed: {error!r}")

@@ -89,11 +89,17 @@ class WorkerSpec:
     drain_seconds: float
     start_stall_seconds: float     # a start without any progress for this long has stalled
     address: str = ""              # how other machines reach it; "": not known
-    transfer_port: int | None = None    # where its peers ask for KV; None: nowhere
+    transfer_host: str = ""        # where it listens for its peers
+    transfer_port: int | None = None    # None: nowhere
     api_key: str | None = None     # the engine's own, for our canary
     notes: tuple[str, ...] = ()    # sentences for `tightrank plan`: what we set and why
     generation: int = 0
     run_directory: str = ""
+
+    def listens(self) -> tuple[tuple[str, int], ...]:
+        """(host, port) of all its listening sockets that we name."""
+        transfer = () if self.transfer_port is None else ((self.transfer_host, self.transfer_port),)
+        return ((self.host, self.port), *transfer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class Worker:
         self._failed_at_start = self.phase is Phase.STARTING
         spec = self.run.spec
         patience = spec.drain_seconds if on_request else act.EVIDENCE_SECONDS
-        self._ending = act.Ending(self.run.launched.main, spec.host, spec.port, now, patience, on_request)
+        self._ending = act.Ending(self.run.launched.main, spec.listens(), now, patience, on_request)
         self._gone = self._ended = False
         self._enter(Phase.STOPPING, now)
 

@@ -24,8 +24,8 @@ from tightrank.api import (
     Requests,
     WorkerRequest,
     create,
-    is_loopback,
 )
+from tightrank.config.units import is_loopback
 from tightrank.readers.process import read_process
 from tightrank.records import Event, Phase, ProcessId, RankReading
 from tightrank.report import Board, Journal

@@ -131,6 +131,38 @@ def test_a_port_in_use(tmp_path: Path, deployment: dict[str, Any], listener: int
     assert f"workers[0].port: 127.0.0.1:{listener} is in use" in said
 
 
+def test_a_transfer_port_in_use(tmp_path: Path, deployment: dict[str, Any], listener: int) -> None:
+    deployment["workers"][0] |= {"role": "prefill", "transfer_port": listener}
+    cause, said = only(problems(tmp_path, deployment))
+    assert cause == "port-taken" and f"workers[0].transfer_port: 127.0.0.1:{listener} is in use" in said
+
+
+def test_a_transfer_address_of_another_host(tmp_path: Path, deployment: dict[str, Any]) -> None:
+    """NIXL listens where it says it is."""
+    deployment["workers"][0] |= {"role": "prefill", "host": "0.0.0.0", "address": "192.0.2.1",
+                                 "transfer_port": free_ports(1)[0]}
+    cause, said = only(problems(tmp_path, deployment))
+    assert cause == "port-taken" and "workers[0].transfer_port: 192.0.2.1:" in said and "is no address of this host" in said
+
+
+def test_transfer_ports_of_one_host_differ(tmp_path: Path, deployment: dict[str, Any]) -> None:
+    ports = free_ports(2)
+    first = deployment["workers"][0] | {"role": "prefill", "transfer_port": ports[0]}
+    deployment["workers"] = [first, {"name": "b", "role": "decode", "port": ports[1], "transfer_port": ports[0]}]
+    cause, said = only(problems(tmp_path, deployment))
+    assert cause == "port-taken"
+    assert f"workers[1].transfer_port: {ports[0]} is workers[0].transfer_port too; give each its own port" in said
+
+
+def test_the_gateways_port_is_not_an_engines(tmp_path: Path, deployment: dict[str, Any], listener: int) -> None:
+    """It may be in use, by the gateway; without a word of a gateway its default is nobody's."""
+    deployment["gateway"] = {"port": listener}
+    assert problems(tmp_path, deployment) == []
+    deployment["gateway"] = {"port": deployment["workers"][0]["port"]}
+    cause, said = only(problems(tmp_path, deployment))
+    assert cause == "port-taken" and "workers[0].port:" in said and "is gateway.port too" in said
+
+
 def test_one_port_twice(tmp_path: Path, deployment: dict[str, Any]) -> None:
     deployment["workers"][0]["port"] = deployment["http"]["port"]
     cause, said = only(problems(tmp_path, deployment))

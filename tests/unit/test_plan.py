@@ -61,7 +61,8 @@ def test_sglang_command_line(tmp_path: Path) -> None:
     spec, = build(tmp_path, "    role: prefill\n    pipeline_parallel: 2", engine="sglang")
     assert " ".join(spec.argv) == (
         "python3 -m sglang.launch_server --model-path /m --host 127.0.0.1 --port 9001 --pp-size 2 --disaggregation-mode "
-        "prefill --chunked-prefill-size 2048 --context-length 781250")
+        "prefill --chunked-prefill-size 2048 --context-length 781250 --disaggregation-transfer-backend mooncake "
+        "--disaggregation-bootstrap-port 8998")
     assert spec.env["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] == spec.env["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
 
 
@@ -148,8 +149,6 @@ def test_deepseek_v4_has_its_own_granule(tmp_path: Path) -> None:
      "workers[0].api_key_file"),
     ("    args: [--tp, '2']", {"engine": "sglang"}, "t.yaml:7: workers[0].args: --tensor-parallel-size has a key of its own; "
      "use workers[0].tensor_parallel"),
-    ("    role: prefill", {}, "default: workers[0].args: role prefill needs --kv-transfer-config '{...}'; add it, or make the "
-     "role both"),
     ("    args: [--no-enable-chunked-prefill]", {}, "t.yaml:7: workers[0].args: --no-enable-chunked-prefill leaves the hook "
      "line without chunks; drop one of the two"),
     ("    args: [--dp, '2']", {"engine": "sglang"}, "t.yaml:7: workers[0].args: data parallelism is not supported inside one "

@@ -34,7 +34,9 @@ def from_command(argv: Sequence[str], environment: Mapping[str, str], settings: 
         "command": tuple(argv), "workers[0]": "",
         "workers[0].name": "worker", "workers[0].host": found.get("host", host), "workers[0].port": port,
         "workers[0].args": tuple(args)}
-    values |= {f"workers[0].{name}": found[name] for name in ("tensor_parallel", "pipeline_parallel", "role")
+    if found.get("role") != "prefill":
+        found.pop("transfer_port", None)         # on a decode worker it is what requests may leave out, not a port of its own
+    values |= {f"workers[0].{name}": found[name] for name in ("tensor_parallel", "pipeline_parallel", "role", "transfer_port")
                if found.get(name, "null") != "null"}
     values |= {"served_model": found["served_model"]} if "served_model" in found else {}
     entries = {key: Entry(text, _PLACE, here) for key, text in values.items()}

@@ -34,6 +34,7 @@ FLAGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "context": ("--context-length",),
         "page": ("--page-size",),
         "role": ("--disaggregation-mode",),
+        "transfer_port": ("--disaggregation-bootstrap-port",),
     },
 }
 
@@ -72,7 +73,8 @@ def names(args: Sequence[str]) -> tuple[str, ...]:
 
 
 def has(args: Sequence[str], *spellings: str) -> bool:
-    return any(_name(argument) in spellings for argument in args)
+    """vLLM takes one value of a JSON argument too: --kv-transfer-config.kv_role kv_both."""
+    return any(_name(argument).partition(".")[0] in spellings for argument in args)
 
 
 def value(args: Sequence[str], *spellings: str) -> str | None:

@@ -77,7 +77,9 @@ _ALL = (
     Key("limits.backoff_longest", Duration(0.001, 86400), "The longest such pause.", "5m"),
     Key("pd.transfer", Text(r"[a-z0-9_]+", "a name of a-z, 0-9 and _"), "What carries KV from prefill to decode workers.",
         unset="mooncake for SGLang, nixl for vLLM"),
-    Key("pd.patience", Duration(1, 86400), "Time after which the engines themselves give up on a silent peer.", "120s"),
+    # 6 s: NIXL's lease is renewed in whole sixths of it
+    Key("pd.patience", Duration(6, 86400), "Time after which the engines themselves give up waiting for a peer; longer than "
+        "the longest prefill.", "120s"),
     Key("pd.restart", Choice(("one", "pair")), "pair: where one of prefill and decode is restarted the other is too.", "one"),
     Key("gateway.host", _HOST, "Address of the gateway.", "127.0.0.1"),
     Key("gateway.port", _PORT, "Port of the gateway.", "8000"),

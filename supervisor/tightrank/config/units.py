@@ -6,6 +6,7 @@ apply.
 """
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,16 @@ def local_url(host: str, port: int) -> str:
     """How this host reaches an HTTP server that listens there."""
     name = WILDCARDS.get(host, host)
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address means this host only; other names are not looked up."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 class Kind(Protocol):

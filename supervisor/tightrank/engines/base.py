@@ -1,6 +1,7 @@
 """What an engine must tell us. Its answers are strings and small records; nothing here does any work."""
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,29 @@ class Wish:
     drain_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Peering:
+    """What a prefill or decode worker is to know of its peers."""
+    role: str
+    address: str                       # how they reach it; "": not known
+    port: int | None                   # where they ask it for KV; None: nowhere
+    transfer: str | None               # what carries the KV, as asked for; None: the engine's usual one
+    patience_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A flag or a variable of the engine and why we set it, unless the user did. `key`: the key of ours that alone says it."""
+    name: str
+    text: str
+    why: str
+    key: str = ""
+
+    @property
+    def is_flag(self) -> bool:
+        return self.name.startswith("--")
+
+
 class Engine(Protocol):
     """An engine's answers. `args` are always the user's own arguments for it."""
 
@@ -54,6 +78,15 @@ class Engine(Protocol):
     plugins_variable: str                      # whitelist of plugins; ours must be on it when it is set
     transfer_roles: tuple[str, ...]            # roles that listen for their peers
     transfer_port: int                         # where the first of them does
+    transfers: tuple[str, ...]                 # what may carry KV; empty: the engine knows
+
+    def transfer_host(self, host: str, address: str) -> str:
+        """Where a worker that serves on `host` and is reached at `address` listens for its peers."""
+        ...
+
+    def peering(self, peering: Peering) -> tuple[Setting, ...]:
+        """What a prefill or decode worker must be told."""
+        ...
 
     def arguments(self, wish: Wish) -> tuple[str, ...]:
         """All arguments of ours: what a command line needs to be whole, then what we set on purpose."""
@@ -97,6 +130,14 @@ class Engine(Protocol):
 def url(spec: WorkerSpec, path: str) -> str:
     """A URL at the engine, reached from this host."""
     return local_url(spec.host, spec.port) + path
+
+
+def is_address(text: str) -> bool:
+    """Whether `text` is a numeric address."""
+    try:
+        return bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False
 
 
 def authorization(key: str | None) -> dict[str, str]:

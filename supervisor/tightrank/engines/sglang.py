@@ -12,10 +12,13 @@ from tightrank.config.flags import FLAGS, has, value
 from tightrank.engines.base import (
     LEAST_GRANULE,
     Expected,
+    Peering,
     Probe,
+    Setting,
     Wish,
     authorization,
     given,
+    is_address,
     match_step,
     number,
     sections,
@@ -43,6 +46,30 @@ class SGLang:
     plugins_variable = "SGLANG_PLUGINS"
     transfer_roles = ("prefill",)      # the bootstrap server
     transfer_port = 8998
+    transfers = ()                     # plugins add to them (arg_groups/choices.py)
+
+    def transfer_host(self, host: str, address: str) -> str:
+        return host                    # the bootstrap server's address is the API's (managers/disagg_service.py)
+
+    def peering(self, peering: Peering) -> tuple[Setting, ...]:
+        seconds, decode = str(math.ceil(peering.patience_seconds)), peering.role == "decode"
+        found = [Setting("--disaggregation-transfer-backend", peering.transfer or "mooncake",
+                         "carries the KV; the same for prefill and decode", "pd.transfer" if peering.transfer else "")]
+        if peering.port is not None:
+            found.append(Setting("--disaggregation-bootstrap-port", str(peering.port),
+                                 "decode workers find this one there", "workers[].transfer_port"))
+        if is_address(peering.address):
+            found.append(Setting("SGLANG_HOST_IP", peering.address,
+                                 "where it listens for KV; its own guess is the address of the default route"))
+        # disaggregation/common/conn.py: 300 s each, and a heartbeat every 5 s; under 2 s it takes 2 s
+        found += [Setting("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", seconds,
+                          "a prefill whose decode worker says nothing ends after pd.patience, not 300 s"),
+                  Setting("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", seconds,
+                          "a decode whose KV does not come ends after pd.patience, not 300 s")]
+        if decode:
+            found += [Setting("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "2", "a prefill worker that is gone is seen sooner"),
+                      Setting("SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE", "2", "after so many heartbeats without answer")]
+        return tuple(found)
 
     def arguments(self, wish: Wish) -> tuple[str, ...]:
         args = wish.worker.args

@@ -1,6 +1,7 @@
 """vLLM's answers, read from and run with 0.32.0 on the CPU. Paths in comments are under vllm/."""
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,9 @@ from tightrank.config.flags import FLAGS, has, value
 from tightrank.engines.base import (
     LEAST_GRANULE,
     Expected,
+    Peering,
     Probe,
+    Setting,
     Wish,
     authorization,
     given,
@@ -39,6 +42,9 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
+LEASE_SECONDS = 30          # vLLM's own kv_lease_duration; renewed by the decode worker every sixth of it
+
+
 class VLLM:
     name = "vllm"
     distribution = "vllm"
@@ -46,6 +52,23 @@ class VLLM:
     plugins_variable = "VLLM_PLUGINS"
     transfer_roles = ("prefill", "decode")       # NIXL's side channel
     transfer_port = 5600
+    transfers = ("nixl",)
+
+    def transfer_host(self, host: str, address: str) -> str:
+        return address                 # NIXL listens at the address that it tells its peers (nixl/base_scheduler.py)
+
+    def peering(self, peering: Peering) -> tuple[Setting, ...]:
+        # kv_buffer_device is left to vLLM: the platform's own device, "cpu" on a CPU (config/kv_transfer.py)
+        lease_seconds = int(min(LEASE_SECONDS, peering.patience_seconds))
+        transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail",
+                    "kv_connector_extra_config": {"kv_lease_duration": lease_seconds}}
+        return (Setting("--kv-transfer-config", json.dumps(transfer, separators=(",", ":")),
+                        f"NIXL carries the KV; what fails to arrive fails the request; a prefill worker keeps KV for "
+                        f"{lease_seconds} s after the decode worker's last sign", "pd.transfer" if peering.transfer else ""),
+                Setting("VLLM_NIXL_SIDE_CHANNEL_HOST", peering.address,
+                        "where it listens for its peers, and what it tells them", "workers[].address"),
+                Setting("VLLM_NIXL_SIDE_CHANNEL_PORT", str(peering.port), "each worker of a host needs its own",
+                        "workers[].transfer_port"))
 
     def arguments(self, wish: Wish) -> tuple[str, ...]:
         args = wish.worker.args
@@ -74,8 +97,6 @@ class VLLM:
 
     def refusal(self, worker: Worker, hooks: Sequence[str]) -> str | None:
         args = worker.args
-        if worker.role != "both" and not has(args, "--kv-transfer-config"):
-            return f"role {worker.role} needs --kv-transfer-config '{{...}}'; add it, or make the role both"
         if (number("vllm", args, "data_parallel") or 1) > 1:
             return "--data-parallel-size over 1 is not supported inside one worker; name one worker per replica"
         if "line" in hooks and has(args, "--no-enable-chunked-prefill"):

@@ -12,12 +12,12 @@ from tightrank import engines
 from tightrank.adapter import wire
 from tightrank.config import Config, Worker
 from tightrank.config.flags import FLAGS, MASK, OWN_KEYS, has, names, value, without_secrets
-from tightrank.config.units import WILDCARDS, format_size
+from tightrank.config.units import format_size
 from tightrank.engines.base import Engine, Wish, number
 from tightrank.host import HostFacts
 from tightrank.inputs import Inputs
 from tightrank.plan.line import Chosen, choose, schedule
-from tightrank.plan.pd import transfer_port
+from tightrank.plan.pd import tell
 from tightrank.records import WorkerSpec
 
 PLUGIN = "tightrank"     # the adapter's entry point in both engines' plugin groups
@@ -69,16 +69,17 @@ def _worker(config: Config, index: int, engine: Engine, inputs: Inputs) -> Worke
         raise config.error(f"{path}.args", why)
     chosen = choose(config, index, engine, inputs) if "line" in config.hooks else None
     environment, env_notes = _environment(worker, engine, inputs)
+    told = tell(config, index, engine, {**inputs.environment, **environment})
     return WorkerSpec(
-        name=worker.name, engine=config.engine, role=worker.role, argv=_argv(config, worker, engine, chosen),
-        env=environment, host=worker.host, port=worker.port, model=config.model,
+        name=worker.name, engine=config.engine, role=worker.role, argv=(*_argv(config, worker, engine, chosen), *told.args),
+        env={**environment, **told.env}, host=worker.host, port=worker.port, model=config.model,
         served_model=_served_model(config, worker), tensor_parallel=worker.tensor_parallel,
         pipeline_parallel=worker.pipeline_parallel, devices=worker.devices, hooks=config.hooks,
         line=chosen.spec if chosen else None, context_tokens=chosen.context if chosen else None,
         schedule=schedule(chosen.spec, chosen.context) if chosen else (),
         drain_seconds=config.limits.drain_seconds, start_stall_seconds=config.limits.start_stall_seconds,
-        address=_address(worker), transfer_port=transfer_port(config, engine, index), api_key=inputs.api_keys.get(worker.name),
-        notes=(*(chosen.notes if chosen else ("the line is off: hooks does not name it",)), *env_notes))
+        address=told.address, transfer_host=told.host, transfer_port=told.port, api_key=inputs.api_keys.get(worker.name),
+        notes=(*(chosen.notes if chosen else ("the line is off: hooks does not name it",)), *env_notes, *told.notes))
 
 
 def _refuse_own_keys(config: Config, path: str, worker: Worker) -> None:
@@ -119,11 +120,6 @@ def _served_model(config: Config, worker: Worker) -> str:
     if not config.as_written:
         return config.model
     return value(worker.args, *FLAGS[config.engine]["model"]) or worker.args[0]
-
-
-def _address(worker: Worker) -> str:
-    """How others reach it; an address that means all of them tells nobody which."""
-    return worker.address or ("" if worker.host in WILDCARDS else worker.host)
 
 
 def _environment(worker: Worker, engine: Engine, inputs: Inputs) -> tuple[dict[str, str], tuple[str, ...]]:
