@@ -73,7 +73,8 @@ class Daemon:
         self.state = Path(config.state_directory)
         self.started_unix = time.time()
         self.policy = decide.Policy(config.guard.floor_bytes, config.guard.margin_bytes, config.limits.restarts,
-                                    config.limits.backoff_first_seconds, config.limits.backoff_longest_seconds)
+                                    config.limits.backoff_first_seconds, config.limits.backoff_longest_seconds,
+                                    config.pd.restart == "pair")
         self.generations = Generations(self.state / "generations.json")
         self.journal = Journal(self.state / "journal.jsonl")
         self.board = Board()

@@ -26,6 +26,10 @@ HELLO_GRACE_SECONDS = 2.0       # a healthy engine's ranks said hello long ago; 
 CPU_ONLY_FACTOR = 4             # a start with no sign but a busy processor (a compiler) gets this many stall limits
 REPLICA_SECONDS = 1.0           # for all replicas to tell a fault that they had alike
 STEADY_SECONDS = 60.0           # up for this long: earlier failures count no more
+PEER_RESTART = "peer-restart"
+RESTARTS = (Request.RESTART.value, PEER_RESTART)     # reasons of a stop after which the worker starts again
+_PEER = {"prefill": "decode", "decode": "prefill"}
+_SERVED = (Phase.UP, Phase.DRAINING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class Policy:
     restarts: int
     backoff_first_seconds: float
     backoff_longest_seconds: float
+    restart_pairs: bool = False                 # pd.restart: pair
     jitter: Callable[[], float] = lambda: random.uniform(0.0, 0.2)  # noqa: S311 - spreads restarts, keeps no secret
 
 
@@ -68,7 +73,20 @@ def decide(snapshot: Snapshot, views: Sequence[WorkerView], policy: Policy) -> l
         found = next((decision for rule in _RULES[view.phase] if (decision := rule(case)) is not None), None)
         if found is not None:
             decisions.append(found)
-    return decisions
+    return decisions + (_restart_peers(decisions, views) if policy.restart_pairs else [])
+
+
+def _restart_peers(decisions: Sequence[Decision], views: Sequence[WorkerView]) -> list[Decision]:
+    """Where a prefill or decode worker that served is ended, but for good or with a peer, the other role's are restarted
+    too: they hold connections to a process that is gone. Each once: what is ended for its peer ends nobody else."""
+    by_name = {view.name: view for view in views}
+    ended = [by_name[each.worker] for each in decisions if each.kind is ActionKind.STOP and each.reason != Request.STOP.value]
+    gone = {_PEER[view.role]: view for view in ended if view.role in _PEER and view.phase in _SERVED}
+    busy = {each.worker for each in decisions}
+    return [Decision(ActionKind.STOP, view.name, view.generation, f"generation {gone[view.role].generation} of "
+                     f"{gone[view.role].name}, its peer, ends (pd.restart: pair): draining, then the next generation",
+                     reason=PEER_RESTART)
+            for view in views if view.role in gone and view.phase is Phase.UP and view.name not in busy]
 
 
 def _fatal(cause: str, summary: str, change: str, evidence: tuple[str, ...] = (), confidence: str = "certain",

@@ -224,6 +224,7 @@ class WorkerView:
     """What `decide` may know of a worker beside its reading. Made by the worker, once a tick."""
     name: str
     engine: str
+    role: str
     phase: Phase
     generation: int
     since_monotonic: float                 # of the phase

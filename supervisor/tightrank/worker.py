@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tightrank import act, engines, launch
 from tightrank.adapter import wire
-from tightrank.decide import STEADY_SECONDS
+from tightrank.decide import RESTARTS, STEADY_SECONDS
 from tightrank.errors import CAUSES
 from tightrank.generation import Generation
 from tightrank.plan import for_generation
@@ -108,7 +108,7 @@ class Worker:
         requests, self._requests = tuple(self._requests), []
         running = self.phase is not Phase.STOPPING
         return WorkerView(
-            name=spec.name, engine=spec.engine, phase=self.phase, generation=self.generation,
+            name=spec.name, engine=spec.engine, role=spec.role, phase=self.phase, generation=self.generation,
             since_monotonic=self.since, started_monotonic=run.started if run else self.since,
             progress_monotonic=run.progress if run else self.since, start_stall_seconds=spec.start_stall_seconds,
             hooks=spec.hooks, hook_roles=hook_roles(spec), exit_status=run.exit_status if run else None,
@@ -190,7 +190,7 @@ class Worker:
         if decision.diagnosis is not None:
             self._failures += 1
             self._blame(decision.diagnosis)
-        self._restart_wanted = decision.reason == Request.RESTART.value
+        self._restart_wanted = decision.reason in RESTARTS
         self._failed_at_start = self.phase is Phase.STARTING
         spec = self.run.spec
         patience = spec.drain_seconds if on_request else act.EVIDENCE_SECONDS

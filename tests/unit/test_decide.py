@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tightrank.decide import Policy, decide, missing_hooks
+from tightrank.decide import RESTARTS, Policy, decide, missing_hooks
 from tightrank.records import (
     ActionKind,
     Decision,
@@ -32,7 +32,7 @@ CRASH = Diagnosis("rank-died", "it died", (), "look", True)
 
 def view(phase: Phase, **changes: Any) -> WorkerView:
     base = WorkerView(
-        name="w", engine="sglang", phase=phase, generation=4, since_monotonic=NOW - 10, started_monotonic=NOW - 10,
+        name="w", engine="sglang", role="both", phase=phase, generation=4, since_monotonic=NOW - 10, started_monotonic=NOW - 10,
         progress_monotonic=NOW - 1, start_stall_seconds=30, hooks=("ranks", "line"),
         hook_roles=(("ranks", "scheduler", 2), ("line", "scheduler", 2)), exit_status=None, proof=None, post_mortem=None,
         fault_since_monotonic=None, probe=None, healthy_since_monotonic=None, guard_stops_at_start=1, ended=False,
@@ -148,3 +148,64 @@ def test_what_is_missing_says_what_was_wanted_and_found() -> None:
         ("line", "wanted on 2 scheduler, found on 1 (2 said hello)")]
     assert missing_hooks((("line", "scheduler", 2),), [rank(0), rank(1, alive=False)])
     assert not missing_hooks((("line", "scheduler", 2),), [rank(0), rank(1)])
+
+
+# --- pd.restart -------------------------------------------------------------------------------------------------------
+
+def peers(*seen: WorkerView, dying: str = "", pair: bool = True) -> dict[str, Decision]:
+    """The decisions by worker, where a rank of `dying` has died."""
+    memory = MemoryReading(NOW, 16 * GIB, 8 * GIB, None, None, 8 * GIB, None, None)
+    readings = {each.name: WorkerReading(each.name, 4, ProcessId(99, 7), (), (rank(0), rank(1)),
+                                         (rank(2, alive=False),) if each.name == dying else (), ()) for each in seen}
+    found = decide(Snapshot(NOW, 0.0, memory, readings, {"stops": 1}), seen, replace(POLICY, restart_pairs=pair))
+    assert len({each.worker for each in found}) == len(found)
+    return {each.worker: each for each in found}
+
+
+PREFILL, PREFILL2 = (view(Phase.UP, name=name, role="prefill", generation=number) for name, number in (("p", 4), ("q", 5)))
+DECODE, DECODE2 = (view(Phase.UP, name=name, role="decode", generation=number) for name, number in (("d", 6), ("e", 7)))
+
+
+def test_the_peers_of_a_worker_that_died_are_drained_and_started_again() -> None:
+    found = peers(PREFILL, PREFILL2, DECODE, DECODE2, view(Phase.UP, name="alone"), dying="p")
+    assert set(found) == {"p", "d", "e"} and found["p"].reason == "rank-died"
+    for name, generation in (("d", 6), ("e", 7)):
+        restart = found[name]
+        assert (restart.kind, restart.generation, restart.diagnosis) == (ActionKind.STOP, generation, None)
+        assert restart.reason in RESTARTS
+        assert restart.sentence == ("generation 4 of p, its peer, ends (pd.restart: pair): draining, then the next generation")
+
+
+def test_one_leaves_the_peers() -> None:
+    assert set(peers(PREFILL, DECODE, dying="p", pair=False)) == {"p"}
+
+
+def test_a_restart_on_request_takes_the_peers_along_and_a_stop_does_not() -> None:
+    assert set(peers(PREFILL, replace(DECODE, requests=(Request.RESTART,)))) == {"p", "d"}
+    assert set(peers(PREFILL, replace(DECODE, requests=(Request.STOP,)))) == {"d"}
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.UP])
+def test_only_a_peer_that_serves_is_restarted(phase: Phase) -> None:
+    """One that starts has met nobody yet; what a person drained stays drained."""
+    decode = replace(DECODE, phase=phase)
+    assert peers(PREFILL, decode, dying="p").get("d") == peers(PREFILL, decode).get("d")
+
+
+def test_a_start_that_fails_has_no_peers() -> None:
+    """Else each of its attempts would end them again."""
+    assert set(peers(replace(PREFILL, phase=Phase.STARTING), DECODE, dying="p")) == {"p"}
+
+
+def test_a_peer_of_a_drained_worker_is_restarted() -> None:
+    assert set(peers(replace(PREFILL, phase=Phase.DRAINING), DECODE, dying="p")) == {"p", "d"}
+
+
+def test_what_was_asked_of_a_peer_goes_before() -> None:
+    assert peers(PREFILL, replace(DECODE, requests=(Request.DRAIN,)), dying="p")["d"].kind is ActionKind.DRAIN
+    assert peers(PREFILL, replace(DECODE, requests=(Request.STOP,)), dying="p")["d"].reason == Request.STOP.value
+
+
+def test_a_peer_that_is_ended_for_its_peer_ends_nobody() -> None:
+    assert peers(replace(PREFILL, phase=Phase.STOPPING), replace(DECODE, phase=Phase.STOPPING)) == {}
+    assert set(peers(replace(PREFILL, phase=Phase.STOPPING), DECODE)) == set()
