@@ -1,4 +1,8 @@
-"""One leg: one HTTP exchange with one engine. Its errors are all `LegFailed`; it may be failed from outside at any moment."""
+"""One leg: one HTTP exchange with one engine. Its errors are all `LegFailed`; it may be failed from outside at any moment.
+
+aiohttp here and not httpx2 as elsewhere: reading 16 streams at once takes 8 us of processor time an event against 38
+(scripts/bench/gateway, 2 cores).
+"""
 from __future__ import annotations
 
 import asyncio
