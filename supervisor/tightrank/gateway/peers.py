@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tightrank.gateway.pace import Pace, joined
@@ -70,6 +70,14 @@ class Peers:
             self._end_legs(member, "its supervisor knows it no more")
             del self.members[member.peer.id]
         self.on_change()
+
+    def ended(self, peer_id: str, generation: int, why: str) -> None:
+        """A generation is being ended; the list that says what it is now will come."""
+        member = self.members.get(peer_id)
+        if member is not None and member.peer.generation == generation and member.peer.running:
+            member.peer = replace(member.peer, phase="stopping", reason=why)
+            self._end_legs(member, why)
+            self._stand(member, *_told_standing(member.peer))
 
     def unheard(self, supervisor: str, why: str) -> None:
         """The supervisor's stream is lost: what it said may be over."""

@@ -23,7 +23,7 @@ AGAIN_SECONDS = 0.5
 REQUEST_SECONDS = 2.0
 PULSE_SECONDS = 0.5
 STALE_SECONDS = 15.0           # a supervisor whose loop has not turned for so long is not believed; a calm one turns every 5 s
-_NEWS = (b"phase", b"cause", b"daemon")
+_NEWS = ("phase", "cause", "daemon")
 _LOOPS = ("scheduler", "engine-core")      # roles whose beat is the engine's own loop
 _WILDCARDS = ("0.0.0.0", "::", "")
 _BAD = (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError, KeyError, AttributeError)
@@ -74,12 +74,21 @@ class Supervisors:
                 async for line in response.content:
                     if reading.done():
                         break
-                    if line.startswith(b"event:") and line[6:].strip() in _NEWS:
+                    if line.startswith(b"data:") and (event := json.loads(line[5:]))["kind"] in _NEWS:
+                        self._hear(url, event)
                         stale.set()
             if reading.done():
                 reading.result()
         finally:
             reading.cancel()
+
+    def _hear(self, url: str, event: Mapping[str, Any]) -> None:
+        """The end of a generation, without waiting for the status: every request of it is told now."""
+        if event["kind"] == "phase" and event["data"]["to"] == "stopping":
+            self._peers.ended(self._id(event["worker"], url), event["generation"], event["sentence"])
+
+    def _id(self, worker: str, url: str) -> str:
+        return f"{worker}@{urlsplit(url).netloc}" if len(self._urls) > 1 else worker
 
     async def _refresh(self, url: str, stale: asyncio.Event) -> None:
         """Reads /status each time that it is stale."""
@@ -90,8 +99,7 @@ class Supervisors:
                 status = await self._get(f"{url}/status")
             if status["updated_age_seconds"] > STALE_SECONDS:
                 raise ValueError(f"its loop has not turned for {status['updated_age_seconds']:.0f} s")
-            several = len(self._urls) > 1
-            self._peers.told(url, [_peer(worker, url, several, time.time()) for worker in status["workers"]])
+            self._peers.told(url, [_peer(worker, self._id(worker["name"], url), url) for worker in status["workers"]])
             self.states[url] = ""
 
     async def _get(self, url: str) -> Any:
@@ -102,7 +110,7 @@ class Supervisors:
             return json.loads(body)
 
 
-def _peer(worker: Mapping[str, Any], supervisor: str, several: bool, now_unix: float) -> Peer:
+def _peer(worker: Mapping[str, Any], peer_id: str, supervisor: str) -> Peer:
     """One worker of /status. Raises KeyError, TypeError or ValueError for what is none."""
     here = urlsplit(supervisor)
     host = str(worker["address"] or (here.hostname if worker["host"] in _WILDCARDS else worker["host"]))
@@ -110,13 +118,13 @@ def _peer(worker: Mapping[str, Any], supervisor: str, several: bool, now_unix: f
     next_start = worker["next_start_unix"]
     reason = worker["reason"]
     return Peer(
-        id=f"{worker['name']}@{here.netloc}" if several else worker["name"], name=worker["name"], engine=worker["engine"],
+        id=peer_id, name=worker["name"], engine=worker["engine"],
         role=worker["role"], url=f"http://[{host}]:{worker['port']}" if ":" in host else f"http://{host}:{worker['port']}",
         model=worker["served_model"], transfer_host=host, transfer_port=int(worker["transfer_port"] or 0),
         supervisor=supervisor, generation=int(worker["generation"]), phase=worker["phase"],
         reason=reason or worker["phase"], cause=diagnosis.get("cause"), change=diagnosis.get("change") or "",
         runbook=diagnosis.get("runbook") or "",
-        retry_after_seconds=max(1, math.ceil(next_start - now_unix)) if next_start else None,
+        retry_after_seconds=max(1, math.ceil(next_start - time.time())) if next_start else None,
         longest_prompt_tokens=worker["longest_prompt_tokens"], chunk_tokens=line.get("maximum"))
 
 
