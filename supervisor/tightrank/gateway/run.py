@@ -19,6 +19,7 @@ from tightrank.gateway.peers import Peers
 from tightrank.gateway.probe import Prober
 from tightrank.gateway.records import Peer
 from tightrank.gateway.supervisors import Supervisors
+from tightrank.gateway.tripwire import Tripwire
 from tightrank.gateway.watchdog import Watchdog
 from tightrank.sockets import bind
 
@@ -76,7 +77,7 @@ async def _serve(settings: Gateway, listening: socket.socket) -> int:
                     for w in settings.workers)
         app = App(Handler(http, peers, pairs), peers, pairs, supervisors, settings.body_limit_bytes, settings.in_flight)
         watchdog = Watchdog(peers, supervisors, settings.silence_seconds)
-        beside = [asyncio.ensure_future(part.run()) for part in (supervisors, pairs, watchdog)]
+        beside = [asyncio.ensure_future(part.run()) for part in (supervisors, pairs, watchdog, Tripwire(peers))]
         server = _Server(app, settings)
         print(f"tightrank gateway on http://{settings.host}:{settings.port}", file=sys.stderr, flush=True)
         serving = asyncio.ensure_future(server.serve([listening]))
