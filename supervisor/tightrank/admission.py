@@ -10,6 +10,7 @@ from math import ceil
 from typing import Any, cast
 
 from tightrank.adapter import line
+from tightrank.errors import CAUSES
 from tightrank.records import Phase, Status, WorkerStatus
 
 STARTING_RETRY_SECONDS = 5     # a starting worker is asked about again soon: its real time to ready is not known
@@ -36,6 +37,11 @@ class Verdict:
     param: str | None = None
     largest_prompt_tokens: int | None = None
     retry_after_seconds: int | None = None
+    cause: str | None = None       # of the worker that failed; an ID of errors.py
+
+    @property
+    def runbook(self) -> str | None:
+        return CAUSES[self.cause].runbook if self.cause else None
 
     def body(self) -> Mapping[str, Any]:
         """The answer of an admitted request."""
@@ -90,8 +96,12 @@ def _fits(largest: int | None, request: AdmissionRequest) -> bool:
     return largest is None or request.prompt_tokens <= largest
 
 
+def _decodes(status: Status) -> list[WorkerStatus]:
+    return [w for w in status.workers if w.role == "decode"]
+
+
 def _has_decode(status: Status, worker: WorkerStatus) -> bool:
-    decodes = [w for w in status.workers if w.role == "decode"]
+    decodes = _decodes(status)
     return worker.role != "prefill" or not decodes or any(w.ready for w in decodes)
 
 
@@ -103,13 +113,19 @@ def _never_fits(request: AdmissionRequest, largest: int) -> Verdict:
 
 
 def _not_ready(status: Status, workers: list[WorkerStatus], now_unix: float) -> Verdict:
-    waits = [seconds for w in workers if (seconds := restart_seconds(w, now_unix)) is not None]
-    retry = min(waits, default=STARTING_RETRY_SECONDS if all(w.ready for w in workers) else FAILED_RETRY_SECONDS)
     if status.draining:
-        return Verdict(503, "draining", "the deployment drains and takes no new requests", retry_after_seconds=retry)
-    worst = next((w for w in workers if not w.ready), None)
-    if worst is None:
-        return Verdict(503, "not_ready", "no decode worker is ready", retry_after_seconds=retry)
-    cause = worst.diagnosis.cause if worst.diagnosis else "not_ready"
-    return Verdict(503, cause, f"no worker is ready: {worst.name} is {worst.phase.value}"
-                   + (f" ({worst.reason})" if worst.reason else ""), retry_after_seconds=retry)
+        return Verdict(503, "draining", "the deployment drains and takes no new requests",
+                       retry_after_seconds=_retry_seconds(workers, now_unix))
+    # Where those that take prompts are ready, it is decode workers that are not.
+    down = [w for w in workers if not w.ready] or _decodes(status)
+    worst = next((w for w in down if w.diagnosis), down[0])
+    cause = worst.diagnosis.cause if worst.diagnosis else None
+    kind = "decode worker" if worst.role == "decode" else "worker"
+    return Verdict(503, cause or "not_ready", f"no {kind} is ready: {worst.name} is {worst.phase.value}"
+                   + (f" ({worst.reason})" if worst.reason else ""), retry_after_seconds=_retry_seconds(down, now_unix),
+                   cause=cause)
+
+
+def _retry_seconds(workers: list[WorkerStatus], now_unix: float) -> int:
+    waits = [seconds for w in workers if (seconds := restart_seconds(w, now_unix)) is not None]
+    return min(waits, default=STARTING_RETRY_SECONDS if all(w.ready for w in workers) else FAILED_RETRY_SECONDS)

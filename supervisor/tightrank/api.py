@@ -196,7 +196,8 @@ def _reading(parts: _Parts) -> APIRouter:
         if verdict.status == 200:
             return JsonResponse(verdict.body())
         raise HTTPException(verdict.status, {"message": verdict.message, "param": verdict.param, "code": verdict.code,
-                                             "largest_prompt_tokens": verdict.largest_prompt_tokens},
+                                             "largest_prompt_tokens": verdict.largest_prompt_tokens,
+                                             "cause": verdict.cause, "runbook": verdict.runbook},
                             {"Retry-After": str(verdict.retry_after_seconds)} if verdict.retry_after_seconds else None)
 
     return router

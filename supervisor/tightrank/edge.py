@@ -23,6 +23,9 @@ CONNECTIONS = 256            # each costs a descriptor of the daemon, which need
 STREAMS = 32                 # open event streams; each costs a socket and a task
 
 
+_EXTRA = ("largest_prompt_tokens", "cause", "runbook")      # beside the error, where they are known
+
+
 class JsonResponse(JSONResponse):
     """In ASCII: text of an engine or a path may hold what UTF-8 cannot (lone surrogates), and must not cost the answer."""
 
@@ -45,7 +48,7 @@ class Connection(H11Protocol):
 
 
 def _error(status: int, detail: dict[str, Any], headers: Any = None) -> JsonResponse:
-    extra = {key: detail.pop(key) for key in ("largest_prompt_tokens",) if detail.get(key) is not None}
+    extra = {key: detail.pop(key) for key in _EXTRA if detail.get(key) is not None}
     error = {"message": detail["message"], "type": "invalid_request_error" if status < 500 else "server_error",
              "param": detail.get("param"), "code": detail.get("code")}
     return JsonResponse({"error": error, **extra, "source": "tightrank"}, status, headers)

@@ -16,6 +16,11 @@ class Cause:
     meaning: str
     restart_helps: bool
 
+    @property
+    def runbook(self) -> str:
+        """Where it is written what to do, from the root of the repository."""
+        return f"docs/runbooks/causes.md#{self.id}"
+
 
 _ALL = (
     # configuration: exit 78, nothing started

@@ -207,8 +207,11 @@ def status_json(status: Status, now_monotonic: float | None = None) -> Json:
 
 
 def diagnosis_json(diagnosis: Diagnosis | None) -> Json | None:
-    """A diagnosis with what its cause means."""
-    return {**plain(diagnosis), "meaning": CAUSES[diagnosis.cause].meaning} if diagnosis else None
+    """A diagnosis with what its cause means and where it is written what to do."""
+    if diagnosis is None:
+        return None
+    cause = CAUSES[diagnosis.cause]
+    return {**plain(diagnosis), "meaning": cause.meaning, "runbook": cause.runbook}
 
 
 def ready_json(status: Status) -> Json:
@@ -221,5 +224,6 @@ def _worker_ready(worker: WorkerStatus) -> Json:
     found = worker.diagnosis
     return {"ready": worker.ready, "phase": worker.phase.value, "step": worker.step.value if worker.step else None,
             "reason": worker.reason, "cause": found.cause if found else None, "change": found.change if found else None,
+            "runbook": CAUSES[found.cause].runbook if found else None,
             "evidence": list(found.evidence) if found else [], "numbers": plain(found.numbers) if found else {},
             "generation": worker.generation}

@@ -60,6 +60,12 @@ def test_a_failed_worker_gives_its_cause() -> None:
     verdict = ask(status(failed()), 10)
     assert (verdict.status, verdict.code) == (503, TOO_SMALL.cause)
     assert verdict.retry_after_seconds == FAILED_RETRY_SECONDS and TOO_SMALL.summary in verdict.message
+    assert (verdict.cause, verdict.runbook) == (TOO_SMALL.cause, "docs/runbooks/causes.md#kv-pool-too-small")
+
+
+def test_of_several_that_are_down_the_one_that_failed_is_named() -> None:
+    verdict = ask(status(worker(name="a", ready=False, phase=Phase.STARTING), failed(name="b")), 10)
+    assert (verdict.cause, verdict.retry_after_seconds) == (TOO_SMALL.cause, STARTING_RETRY_SECONDS)      # a may come
 
 
 @pytest.mark.parametrize(("phase", "next_start", "retry"), [
@@ -68,6 +74,7 @@ def test_a_failed_worker_gives_its_cause() -> None:
 def test_when_to_try_again(phase: Phase, next_start: float | None, retry: int) -> None:
     verdict = ask(status(worker(ready=False, phase=phase, next_start_unix=next_start)), 10)
     assert (verdict.status, verdict.code, verdict.retry_after_seconds) == (503, "not_ready", retry)
+    assert verdict.cause is verdict.runbook is None
 
 
 def test_a_draining_deployment_takes_nothing() -> None:
@@ -96,7 +103,11 @@ def test_unknown_workers_and_decode_workers_take_no_prompts() -> None:
 def test_a_prefill_worker_needs_a_decode_worker() -> None:
     held = status(worker(name="p", role="prefill"), failed(name="d", role="decode"))
     verdict = ask(held, 10)
-    assert verdict.status == 503 and "decode" in verdict.message
+    assert (verdict.status, verdict.code, verdict.cause) == (503, TOO_SMALL.cause, TOO_SMALL.cause)
+    assert verdict.message.startswith("no decode worker is ready: d is failed")
+    assert verdict.retry_after_seconds == FAILED_RETRY_SECONDS
+    starting = status(worker(name="p", role="prefill"), worker(name="d", role="decode", ready=False, phase=Phase.STARTING))
+    assert ask(starting, 10).retry_after_seconds == STARTING_RETRY_SECONDS
 
 
 @given(st.integers(1, 10**9), st.integers(0, 10**9), st.integers(1, 10**9), st.integers(1, 10**12))

@@ -26,6 +26,7 @@ from tightrank.api import (
     create,
 )
 from tightrank.config.units import is_loopback
+from tightrank.errors import CAUSES
 from tightrank.readers.process import read_process
 from tightrank.records import Event, Phase, ProcessId, RankReading
 from tightrank.report import Board, Journal
@@ -153,6 +154,7 @@ def test_admission(api: Api) -> None:
     api.board.publish(status(failed()))
     answer = api.admission({"prompt_tokens": 10})
     assert error(answer, 503)["code"] == TOO_SMALL.cause and int(answer.headers["retry-after"]) > 0
+    assert (answer.json()["cause"], answer.json()["runbook"]) == (TOO_SMALL.cause, CAUSES[TOO_SMALL.cause].runbook)
     assert error(api.admission({"prompt_tokens": 10, "worker": "x"}), 404)["param"] == "worker"
 
 

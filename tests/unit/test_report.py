@@ -174,6 +174,7 @@ def test_status_as_json_is_plain_and_says_what_a_cause_means() -> None:
     first, second = body["workers"]
     assert first["phase"] == "failed" and first["diagnosis"]["cause"] == TOO_SMALL.cause
     assert "no room for the KV cache" in first["diagnosis"]["meaning"]
+    assert first["diagnosis"]["runbook"] == "docs/runbooks/causes.md#kv-pool-too-small"
     assert second["diagnosis"] is None and second["line"]["budget"] == 200_000_000
     assert second["ranks"][0]["id"] == {"pid": 101, "start_time": 7}
     assert body["updated_age_seconds"] == pytest.approx(0, abs=5) and "updated_monotonic" not in body
@@ -186,7 +187,8 @@ def test_ready_names_cause_change_and_evidence() -> None:
     assert not body["ready"]
     assert body["workers"]["w0"] == {
         "ready": False, "phase": "failed", "step": None, "reason": TOO_SMALL.summary, "cause": TOO_SMALL.cause,
-        "change": TOO_SMALL.change, "evidence": list(TOO_SMALL.evidence), "numbers": {"fraction": 0.01}, "generation": 3}
+        "change": TOO_SMALL.change, "evidence": list(TOO_SMALL.evidence), "numbers": {"fraction": 0.01}, "generation": 3,
+        "runbook": "docs/runbooks/causes.md#kv-pool-too-small"}
 
 
 def test_plain_takes_anything() -> None:

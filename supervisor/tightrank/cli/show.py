@@ -57,5 +57,5 @@ def _rank(rank: Json) -> str:
 def _cause(diagnosis: Json) -> list[str]:
     return [f"  cause   {diagnosis['cause']} ({diagnosis['meaning']})", f"  reason  {diagnosis['summary']}",
             *(f"  said    {line}" for line in diagnosis["evidence"][:3]),
-            f"  change  {diagnosis['change']}",
+            f"  change  {diagnosis['change']}", f"  more    {diagnosis['runbook']}",
             f"  restart {'may help' if diagnosis['restart_helps'] else 'does not help'}"]
