@@ -84,7 +84,7 @@ class Supervisors:
 
     def _hear(self, url: str, event: Mapping[str, Any]) -> None:
         """The end of a generation, without waiting for the status: every request of it is told now."""
-        if event["kind"] == "phase" and event["data"]["to"] == "stopping":
+        if event["kind"] == "phase" and event["data"].get("to") == "stopping":
             self._peers.ended(self._id(event["worker"], url), event["generation"], event["sentence"])
 
     def _id(self, worker: str, url: str) -> str:
