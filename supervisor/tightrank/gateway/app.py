@@ -36,6 +36,7 @@ class App:
         self._handler, self._peers, self._pairs, self._supervisors = handler, peers, pairs, supervisors
         self._limit_bytes, self._most = limit_bytes, most
         self._in_flight = 0
+        self._exchanges: list[list[Exchange]] = []         # of the requests that are being answered
         self._meter = Meter()
         self.draining = False
 
@@ -49,6 +50,11 @@ class App:
             await _send(send, status, {"Content-Type": kind, "Cache-Control": "no-store"}, body)
             return
         await self._serve(scope, receive, send)
+
+    def end_all(self) -> None:
+        """The time to drain is over: who still waits is told so."""
+        for exchange in [each for exchanges in self._exchanges for each in exchanges]:
+            exchange.end("the gateway is stopping")
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -75,6 +81,7 @@ class App:
     async def _answer(self, client: _Client) -> None:
         """Serves it while its client is there; when that leaves, the engines are told at once."""
         exchanges: list[Exchange] = []
+        self._exchanges.append(exchanges)
         work = asyncio.ensure_future(self._forward(client, exchanges))
         left = asyncio.ensure_future(client.left())
         try:
@@ -85,6 +92,7 @@ class App:
         finally:
             left.cancel()
             work.cancel()
+            self._exchanges.remove(exchanges)
             for exchange in exchanges:
                 exchange.close()
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,8 +18,8 @@ import aiohttp
 from tightrank.gateway import protocol, sse
 from tightrank.gateway.intake import Asked
 from tightrank.gateway.leg import EVENT_STREAM, Call, Leg, answered, refuse_errors
-from tightrank.gateway.peers import Member, Peers
-from tightrank.gateway.records import Answered, Failure, LegFailed, Route
+from tightrank.gateway.peers import Peers
+from tightrank.gateway.records import Answered, Failure, LegFailed, Peer, Route
 
 ABORT_SECONDS = 2.0
 T = TypeVar("T")
@@ -42,14 +42,14 @@ class Exchange:
     peers: Peers
     route: Route
     asked: Asked
-    others: Callable[[], bool]
+    others: bool
     legs: list[Leg] = field(default_factory=list)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     rid: str = ""                          # SGLang's, of both legs
 
     async def answer(self) -> Answered | Streamed:
         if self.route.prefill is None:
-            return await self._begin(self._leg(self.route.worker.id, self.asked.body))
+            return await self._begin(self._leg(self.route.worker, self.asked.body))
         if self.route.prefill.engine == "sglang":
             return await self._both_at_once()
         return await self._prefill_first()
@@ -67,6 +67,11 @@ class Exchange:
                 _RUNNING.add(task)
                 task.add_done_callback(_RUNNING.discard)
 
+    def end(self, why: str) -> None:
+        """Fails every leg: the client is told why."""
+        for leg in self.legs:
+            leg.fail(LegFailed(Failure.ENDED, leg.peer, why))
+
     # --- protocols ----------------------------------------------------------------------------------------------------
 
     async def _both_at_once(self) -> Answered | Streamed:
@@ -74,8 +79,8 @@ class Exchange:
         assert self.route.prefill is not None
         self.rid = protocol.sglang_rid()
         body = protocol.spliced(self.asked.body, protocol.sglang_fields(self.route.prefill, self.asked.path, self.rid))
-        prefill = self._leg(self.route.prefill.id, body, prompt_tokens=self.asked.prompt_tokens)
-        decode = self._leg(self.route.worker.id, body, steady=False)
+        prefill = self._leg(self.route.prefill, body)
+        decode = self._leg(self.route.worker, body, alone=False)
         first = self._task(self._prefilled(prefill, decode))
         second = self._task(self._begin(decode))
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +96,7 @@ class Exchange:
         if isinstance(begun, Streamed):
             async for _ in begun.rest:
                 pass
-        decode.heard, decode.steady = time.monotonic(), True     # from now on it has all that it needs
+        decode.left_alone()
         return begun if isinstance(begun, Answered) and begun.status >= 400 else None
 
     async def _prefill_first(self) -> Answered | Streamed:
@@ -99,34 +104,30 @@ class Exchange:
         assert self.route.prefill is not None
         assert self.asked.parsed is not None
         body = protocol.vllm_prefill(self.asked.path, self.asked.body, self.asked.parsed)
-        prefill = self._leg(self.route.prefill.id, body, prompt_tokens=self.asked.prompt_tokens)
+        prefill = self._leg(self.route.prefill, body)
         whole = await answered(prefill)
         if whole.status >= 400:
             return whole
         parameters = self._check(prefill, whole).get("kv_transfer_params")
         if not isinstance(parameters, dict) or not parameters.get("do_remote_prefill"):
             raise LegFailed(Failure.GARBAGE, prefill.peer, "it answered without kv_transfer_params")
-        decode = self._leg(self.route.worker.id, protocol.spliced(self.asked.body, {"kv_transfer_params": parameters}))
+        decode = self._leg(self.route.worker, protocol.spliced(self.asked.body, {"kv_transfer_params": parameters}))
         with _fetching(prefill, decode):
             return await self._begin(decode)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def _leg(self, peer_id: str, body: bytes, prompt_tokens: int | None = None, steady: bool = True) -> Leg:
-        member = self._member(peer_id)
-        prompt = self.asked.prompt_tokens if prompt_tokens is None and self.route.prefill is None else prompt_tokens or 0
-        new = 0 if prompt_tokens is not None else self.asked.new_tokens
-        leg = Leg(self.http, member, Call(self.asked.method, self.asked.target, self.asked.headers, body, prompt, new, steady))
-        leg.others = self.others()
-        self.legs.append(leg)
-        return leg
-
-    def _member(self, peer_id: str) -> Member:
-        peer = next(peer for peer in self.route.peers if peer.id == peer_id)
+    def _leg(self, peer: Peer, body: bytes, alone: bool = True) -> Leg:
         member = self.peers.of(peer)
         if member is None:
             raise LegFailed(Failure.ENDED, peer, f"generation {peer.generation} has ended")
-        return member
+        asked, computes = self.asked, self.route.prefill in (None, peer)       # the prompt, that is
+        new_tokens = 0 if peer is self.route.prefill else asked.new_tokens
+        call = Call(asked.method, asked.target, asked.headers, body, asked.prompt_tokens,
+                    asked.prompt_tokens if computes else 0, new_tokens)
+        leg = Leg(self.http, member, call, alone, self.others)
+        self.legs.append(leg)
+        return leg
 
     async def _begin(self, leg: Leg) -> Answered | Streamed:
         """The whole answer, or its first event: until then nothing has been said to the client."""

@@ -46,7 +46,10 @@ class Handler:
             route = self._route(asked, touched) or self._route(asked, failed)
             if route is None:
                 raise self._nowhere(asked, last)
-            exchange = Exchange(self._http, self._peers, route, asked, self._others(asked, route, touched))
+            if last is not None:
+                self.retries += 1
+            others = tries + 1 < TRIES and self._others(asked, route, touched)
+            exchange = Exchange(self._http, self._peers, route, asked, others)
             began(exchange)
             try:
                 answer = await exchange.answer()
@@ -61,7 +64,6 @@ class Handler:
                 tries += failure.kind is not Failure.REFUSED
                 if tries >= TRIES:
                     raise self._gave_up(failure) from None
-                self.retries += 1
 
     def cut(self, failure: LegFailed) -> Refusal:
         """What a client is told whose answer broke off."""
@@ -86,9 +88,8 @@ class Handler:
             return Route(route.worker)
         raise Refusal(400, "not_on_pairs", f"{why}; a worker with role both would serve it")
 
-    def _others(self, asked: Asked, route: Route, touched: set[str]) -> Callable[[], bool]:
-        avoid = touched | {peer.id for peer in route.peers}
-        return lambda: self._route(asked, avoid) is not None
+    def _others(self, asked: Asked, route: Route, touched: set[str]) -> bool:
+        return self._route(asked, touched | {peer.id for peer in route.peers}) is not None
 
     def _model(self, asked: Asked) -> str | None:
         """The model to route by. With one model its engines judge the name themselves (they may know adapters by others)."""

@@ -33,27 +33,32 @@ def session() -> aiohttp.ClientSession:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a leg sends. `prompt_tokens` wait at the engine until its answer begins (0 for a decode leg); `new_tokens` as in
-    `Pace.answer_seconds`; `steady`: the engine's silence proves nothing while its partner computes."""
+    """What a leg sends. `prompt_tokens`: of the request, for predictions; `waiting_tokens` of them count as the engine's load
+    until its answer begins (0 for a decode leg); `new_tokens` as in `Pace.answer_seconds`."""
     method: str
     path: str
     headers: Mapping[str, str]
     body: bytes
     prompt_tokens: int = 0
+    waiting_tokens: int = 0
     new_tokens: int | None = 0
-    steady: bool = True
 
 
 class Leg:
-    """`open`, then `whole` or `events`; `close` in any case."""
+    """`open`, then `whole` or `events`; `close` in any case. `alone` False: its silence proves nothing while a partner still
+    computes what it waits for. `others`: the request could go elsewhere."""
 
-    def __init__(self, http: aiohttp.ClientSession, member: Member, call: Call) -> None:
+    def __init__(self, http: aiohttp.ClientSession, member: Member, call: Call, alone: bool = True,
+                 others: bool = False) -> None:
         self.member, self.peer, self.call = member, member.peer, call
-        self.opened = self.heard = time.monotonic()
+        self.opened = time.monotonic()
+        self.waits_since: float | None = self.opened       # for the engine's next byte; None: it is we who do not read
         self.began = False                     # a byte of the answer has come
-        self.ahead_tokens = member.queued_tokens + call.prompt_tokens
-        self.steady = call.steady
-        self.others = False                    # whether the request could go elsewhere, for the watchdog
+        self.ahead_tokens = call.prompt_tokens + (member.queued_tokens if call.waiting_tokens else 0)
+        self.alone, self.others = alone, others
+        member.legs.add(self)
+        member.running += 1
+        member.queued_tokens += call.waiting_tokens
         self._http = http
         self._failure: LegFailed | None = None
         self._opening: asyncio.Task[aiohttp.ClientResponse] | None = None
@@ -69,9 +74,6 @@ class Leg:
 
     async def open(self) -> tuple[int, Mapping[str, str]]:
         """Sends the request; status and headers of the answer."""
-        self.member.legs.add(self)
-        self.member.running += 1
-        self.member.queued_tokens += self.call.prompt_tokens
         try:
             self._opening = asyncio.ensure_future(self._send())
             self._response = await self._opening
@@ -88,7 +90,6 @@ class Leg:
             raise self._failed(Failure.GARBAGE, f"its answer is no HTTP: {str(error)[:200]}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._failed(Failure.LOST, f"the connection ended without an answer ({type(error).__name__})") from None
-        self.heard = time.monotonic()
         if not 200 <= self._response.status < 600 or 300 <= self._response.status < 400:
             raise self._failed(Failure.GARBAGE, f"it answered {self._response.status}")
         return self._response.status, self._response.headers
@@ -121,6 +122,12 @@ class Leg:
         if not done or splitter.rest.strip():
             raise self._failed(Failure.LOST, "its stream ended before it was complete")
         self.close()
+
+    def left_alone(self) -> None:
+        """What it waited for is there: from now on its time is its own."""
+        self.alone, self.opened = True, time.monotonic()
+        if self.waits_since is not None:
+            self.waits_since = self.opened
 
     def fail(self, failure: LegFailed) -> None:
         """Ends it now, with this reason; whoever waits for it gets it."""
@@ -155,8 +162,12 @@ class Leg:
     async def _parts(self) -> AsyncIterator[bytes]:
         assert self._response is not None
         try:
-            while part := await self._response.content.readany():
-                self.heard = time.monotonic()
+            while True:
+                self.waits_since = time.monotonic()
+                part = await self._response.content.readany()
+                self.waits_since = None
+                if not part:
+                    break
                 yield part
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise self._failed(Failure.LOST, f"the connection ended in the answer ({type(error).__name__})") from None
@@ -168,14 +179,18 @@ class Leg:
         if self.began:
             return
         self.began = True
-        self.member.queued_tokens -= self.call.prompt_tokens
+        self.member.queued_tokens -= self.call.waiting_tokens
         if answered:
             self.member.answered = time.monotonic()
-            if self.call.prompt_tokens and self.call.new_tokens == 0:
+            if self.call.prompt_tokens and self.call.new_tokens == 0 and self.alone:
                 self.member.pace.first_byte(self.member.answered - self.opened, self.ahead_tokens)
 
     def _failed(self, kind: Failure, sentence: str) -> LegFailed:
         return self._failure or LegFailed(kind, self.peer, sentence)
+
+    def silent_seconds(self, now: float) -> float:
+        """How long the engine has let it wait for the next byte."""
+        return 0.0 if self.waits_since is None else now - self.waits_since
 
 
 async def answered(leg: Leg) -> Answered:

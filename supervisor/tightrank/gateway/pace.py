@@ -24,7 +24,9 @@ class Pace:
 
     def whole(self, seconds: float, prompt_tokens: int, new_tokens: int) -> None:
         """An answer that is not streamed took `seconds`."""
-        rest = max(seconds - prompt_tokens * (self.prompt_seconds or 0.0), 0.0)
+        if new_tokens <= FEWEST_NEW_TOKENS and self.prompt_seconds is None:
+            self.first_byte(seconds, prompt_tokens)        # nothing was streamed yet: better too much than nothing
+        rest = max(seconds - (self.prefill_seconds(prompt_tokens) or 0.0), 0.0)
         self.new_seconds = _worst(self.new_seconds, rest / max(new_tokens, FEWEST_NEW_TOKENS))
 
     def prefill_seconds(self, prompt_tokens: int) -> float | None:

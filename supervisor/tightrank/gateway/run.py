@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import sys
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from tightrank.sockets import bind
 
 HEADER_BYTES = 64 << 10
 HEADER_SECONDS = 10.0          # for a request line and headers to have come whole
+LAST_WORDS_SECONDS = 2         # after the drain, for error events to get out
 IDLE_SECONDS = 75              # a client's connection between two requests
 
 
@@ -98,11 +100,13 @@ class _Server(uvicorn.Server):
         super().__init__(uvicorn.Config(
             app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_level="warning", access_log=False,
             server_header=False, h11_max_incomplete_event_size=HEADER_BYTES, timeout_keep_alive=IDLE_SECONDS,
-            timeout_graceful_shutdown=max(1, round(settings.drain_seconds))))
-        self._app = app
+            timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + LAST_WORDS_SECONDS))
+        self._app, self._drain_seconds = app, settings.drain_seconds
 
     def handle_exit(self, sig: int, frame: object) -> None:
         self.force_exit = self._app.draining or self.force_exit
+        if not self._app.draining:
+            asyncio.get_running_loop().call_later(self._drain_seconds, self._app.end_all)
         self._app.draining = self.should_exit = True
 
 

@@ -57,8 +57,9 @@ class Supervisors:
                 why = "its stream ended"
             except _BAD as error:
                 why = f"{type(error).__name__}: {str(error)[:200]}"
+            if not self.states[url]:
+                self._peers.unheard(url, f"its supervisor {url} is not heard: {why}")
             self.states[url] = why
-            self._peers.unheard(url, f"its supervisor {url} is not heard: {why}")
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _listen(self, url: str) -> None:

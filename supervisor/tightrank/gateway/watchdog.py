@@ -21,6 +21,8 @@ STILL_SECONDS = 1.5            # a loop that stands for less may be any Python p
 STEPS = 3.0                    # a step may take this many times the longest so far
 BUSY_STEPS = 20.0              # ... when its processes compute all the while (a compiler, an autotuner)
 BUSY_SHARE = 0.2               # of a core
+AGAIN_SECONDS = 0.4            # between two pulses of one engine
+FORGET_SECONDS = 3.0           # a pulse that is older says nothing about now
 LATE_SECONDS = 1.5             # over the prediction, without a supervisor
 
 
@@ -51,7 +53,8 @@ class Watchdog:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
             for member in list(self._peers.members.values()):
-                if self._silent(member, now) and member.peer.id not in self._asking:
+                fresh = member.pulse is not None and now - member.pulse[1] < AGAIN_SECONDS
+                if not fresh and member.peer.id not in self._asking and self._silent(member, now):
                     task = asyncio.ensure_future(self._look(member))
                     self._asking[member.peer.id] = task
                     task.add_done_callback(functools.partial(self._looked, member.peer.id))
@@ -60,7 +63,7 @@ class Watchdog:
         self._asking.pop(name, None)
 
     def _silent(self, member: Member, now: float) -> list[Leg]:
-        return [leg for leg in member.legs if isinstance(leg, Leg) and now - leg.heard > ASK_SECONDS]
+        return [leg for leg in member.legs if isinstance(leg, Leg) and leg.silent_seconds(now) > ASK_SECONDS]
 
     async def _look(self, member: Member) -> None:
         asked = time.monotonic()
@@ -76,19 +79,21 @@ class Watchdog:
     def _judge(self, member: Member, pulse: Pulse, before: tuple[Pulse, float] | None, now: float) -> None:
         if pulse.generation != member.peer.generation:
             return                         # the stream of events tells what becomes of it
+        since = now - before[1] if before else 0.0
+        recent = before[0] if before and before[0].generation == pulse.generation and since < FORGET_SECONDS else None
         for leg in self._silent(member, now):
             tokens = min(leg.ahead_tokens, member.peer.chunk_tokens or leg.ahead_tokens)
             step = self._peers.pace(member).step_seconds(tokens, pulse.longest_step_seconds)
-            silence = now - leg.heard if leg.steady or pulse.stopped else 0.0
-            why = frozen(pulse, before[0] if before else None, silence, step, now - before[1] if before else 0.0)
+            silence = leg.silent_seconds(now) if leg.alone else 0.0
+            why = frozen(pulse, recent, silence, step, since)
             if why:
                 self._end(leg, LegFailed(Failure.FROZEN, leg.peer, why))
 
     def _late(self, member: Member, leg: Leg, now: float) -> None:
         """Without a pulse: past what was predicted, when the request can go elsewhere; past the longest silence, always."""
-        waits = now - leg.heard
+        waits = leg.silent_seconds(now)
         predicted = self._peers.pace(member).answer_seconds(leg.ahead_tokens, leg.call.new_tokens)
-        early = leg.steady and leg.others and not leg.began and predicted is not None and waits > predicted + LATE_SECONDS
+        early = leg.alone and leg.others and not leg.began and predicted is not None and waits > predicted + LATE_SECONDS
         if early or waits > self._silence:
             self._end(leg, LegFailed(Failure.SILENT, leg.peer, f"no byte for {waits:.1f} s"
                                      + (f", {predicted:.1f} s were predicted" if predicted is not None else "")))
