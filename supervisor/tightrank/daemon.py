@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import resource
 import select
@@ -24,6 +23,7 @@ from tightrank.adapter import wire
 from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
 from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
+from tightrank.generation import Generations
 from tightrank.logs import Sink
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.guard import GuardReader
@@ -43,26 +43,6 @@ DESCRIPTORS = 1 << 16                        # as many as we may have: HTTP clie
 ROUNDS = 50                           # x COALESCE_SECONDS: what forks while it is ended is met again
 _ENDED = (Phase.STOPPED, Phase.FAILED)
 _MOVING = (Phase.STARTING, Phase.STOPPING, Phase.BACKING_OFF)
-
-
-class Generations:
-    """The last generation number of each worker, on disk before a start uses it: a number is used once, whatever dies."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._numbers: dict[str, int] = {}
-        if path.exists():
-            try:
-                self._numbers = {str(name): int(number) for name, number in json.loads(path.read_text()).items()}
-            except (ValueError, TypeError, AttributeError, OverflowError) as error:
-                raise ConfigError(f"{path}: not a table of generations ({error}); remove it if no engine of this "
-                                  "deployment runs", cause="state-directory-unusable") from None
-
-    def next(self, worker: str) -> int:
-        """Raises OSError when it cannot be kept."""
-        self._numbers[worker] = self._numbers.get(worker, 0) + 1
-        wire.write_json(str(self._path), self._numbers)
-        return self._numbers[worker]
 
 
 class Daemon:

@@ -103,27 +103,18 @@ def _asked_to_end(case: _Case) -> Decision | None:
     return None
 
 
-def _asked_to_drain(case: _Case) -> Decision | None:
-    if Request.DRAIN in case.view.requests:
-        return case.decision(ActionKind.DRAIN, "asked to drain: admitting nothing more")
-    return None
+def _asked(request: Request, kind: ActionKind, sentence: str) -> Rule:
+    return lambda case: case.decision(kind, sentence) if request in case.view.requests else None
 
 
-def _asked_to_resume(case: _Case) -> Decision | None:
-    if Request.RESUME in case.view.requests:
-        return case.decision(ActionKind.ADMIT, "asked to resume: admitting again")
-    return None
+_asked_to_drain = _asked(Request.DRAIN, ActionKind.DRAIN, "asked to drain: admitting nothing more")
+_asked_to_resume = _asked(Request.RESUME, ActionKind.ADMIT, "asked to resume: admitting again")
+_asked_to_rest = _asked(Request.STOP, ActionKind.REST, "asked to stop")
 
 
 def _asked_to_start(case: _Case) -> Decision | None:
     if {Request.RESUME, Request.RESTART} & set(case.view.requests) and Request.STOP not in case.view.requests:
         return case.decision(ActionKind.START, "asked to start")
-    return None
-
-
-def _asked_to_rest(case: _Case) -> Decision | None:
-    if Request.STOP in case.view.requests:
-        return case.decision(ActionKind.REST, "asked to stop")
     return None
 
 

@@ -1,6 +1,7 @@
 """One generation of a worker: the running engine, what it prints, records and answers. It decides nothing."""
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from tightrank import diagnose, engines, launch
 from tightrank.adapter import wire
 from tightrank.config.flags import MASK
+from tightrank.errors import ConfigError
 from tightrank.logs import RING_LINES
 from tightrank.plan import masked
 from tightrank.readers.engine_http import Prober
@@ -41,6 +43,26 @@ TAIL_LINES = 40
 _SECRET_CHARACTERS = 4             # a shorter one would mask half of what the engine says
 
 Say = Callable[[str, str, Mapping[str, object]], None]
+
+
+class Generations:
+    """The last generation number of each worker, on disk before a start uses it: a number is used once, whatever dies."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._numbers: dict[str, int] = {}
+        if path.exists():
+            try:
+                self._numbers = {str(name): int(number) for name, number in json.loads(path.read_text()).items()}
+            except (ValueError, TypeError, AttributeError, OverflowError) as error:
+                raise ConfigError(f"{path}: not a table of generations ({error}); remove it if no engine of this "
+                                  "deployment runs", cause="state-directory-unusable") from None
+
+    def next(self, worker: str) -> int:
+        """Raises OSError when it cannot be kept."""
+        self._numbers[worker] = self._numbers.get(worker, 0) + 1
+        wire.write_json(str(self._path), self._numbers)
+        return self._numbers[worker]
 
 
 class Generation:

@@ -1,0 +1,110 @@
+"""A worker's life: its phases, what is asked of it, what ended it, what is decided."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Where a worker is. Only `worker.Worker` writes it."""
+    STARTING = "starting"
+    UP = "up"
+    DRAINING = "draining"
+    STOPPING = "stopping"          # the tree is being ended; hygiene follows
+    BACKING_OFF = "backing-off"    # waiting for the next generation
+    FAILED = "failed"              # a cause that no restart fixes, or too many restarts
+    STOPPED = "stopped"            # on request
+
+
+class StartStep(StrEnum):
+    """What a starting worker is doing, in order."""
+    LOADING = "loading"
+    SIZING = "sizing"
+    CAPTURING = "capturing"
+    WARMING = "warming"
+
+
+class Request(StrEnum):
+    """What a person (or the supervisor's own end) asks of a worker."""
+    DRAIN = "drain"        # admit nothing more, finish what is in flight, stay there
+    RESUME = "resume"      # admit again; a stopped or failed worker starts
+    RESTART = "restart"    # end this generation, start the next
+    STOP = "stop"          # drain, then end
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Why a worker failed. `cause` is an ID of errors.py; `change` names the flag and, where computed, its value."""
+    cause: str
+    summary: str                   # one sentence with the numbers in it
+    evidence: tuple[str, ...]      # the deciding lines, the engine's own words
+    change: str                    # what to do next
+    restart_helps: bool
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    confidence: str = "certain"    # certain | likely | guess
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What the engine's own port said. `canary_ok`: a real request of ours was served in this generation."""
+    monotonic: float
+    health_ok: bool
+    canary_ok: bool
+    why: str = ""                          # the last refusal, "" when all is well
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What `decide` may know of a worker beside its reading. Made by the worker, once a tick."""
+    name: str
+    engine: str
+    role: str
+    phase: Phase
+    generation: int
+    since_monotonic: float                 # of the phase
+    started_monotonic: float               # of the generation
+    progress_monotonic: float              # last sign of progress while starting
+    start_stall_seconds: float
+    hooks: tuple[str, ...]
+    hook_roles: tuple[tuple[str, str, int], ...]   # (hook, role, processes) that must be in force
+    exit_status: int | None                # of the main process, as Popen.returncode; None: it runs
+    proof: Diagnosis | None                # a line that proves a failure although the engine still runs
+    post_mortem: Diagnosis | None          # what all lines and the exit say
+    fault_since_monotonic: float | None    # the first fault of the adapter in this generation
+    probe: ProbeResult | None
+    healthy_since_monotonic: float | None
+    guard_stops_at_start: int
+    ended: bool                            # STOPPING: no process, no port is left
+    end_trouble: Diagnosis | None          # STOPPING: what is left after the limit
+    diagnosis: Diagnosis | None            # why this generation is ended; None: on request
+    failures_in_row: int
+    next_start_monotonic: float | None
+    requests: tuple[Request, ...]
+    restart_wanted: bool                   # STOPPING on a request to restart
+
+
+class ActionKind(StrEnum):
+    """What can be decided. TIGHTEN, SHED and ABORT have their place here and are decided by a later issue."""
+    TIGHTEN = "tighten"
+    SHED = "shed"
+    ABORT = "abort"
+    STOP = "stop"                          # end the generation; with a diagnosis at once, without one by draining
+    START = "start"                        # the next generation
+    BACK_OFF = "back-off"                  # wait `delay_seconds`, then start
+    FAIL = "fail"                          # stay down, serve the cause
+    REST = "rest"                          # stay down, on request
+    ADMIT = "admit"                        # the worker is up
+    DRAIN = "drain"                        # admit nothing more
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do with one worker and why, in a sentence. `generation` fences it: it is void for any other."""
+    kind: ActionKind
+    worker: str
+    generation: int
+    sentence: str
+    diagnosis: Diagnosis | None = None
+    delay_seconds: float = 0.0
+    reason: str = ""                       # metric label

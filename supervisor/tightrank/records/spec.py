@@ -1,0 +1,71 @@
+"""How a worker is to be started: what the plan hands to the launch."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LineSpec:
+    """The line of one worker: `budget` and `floor_budget` in token², the rest in tokens (see adapter line.py)."""
+    budget: int
+    floor_budget: int              # minimum x context: `tighten` never goes below it
+    minimum: int
+    maximum: int
+    granule: int
+    rule: str = "span"
+    step: str = "granule"
+
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of `line.chunk_tokens`."""
+        return {"minimum": self.minimum, "maximum": self.maximum, "granule": self.granule,
+                "rule": self.rule, "step": self.step}
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBand:
+    """One row of the chunk schedule: prefixes in [from_tokens, to_tokens] take chunks of `chunk_tokens` (0: none fits)."""
+    from_tokens: int
+    to_tokens: int
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """How one worker is started; pure output of the plan. `argv` and `env` are those of the engine, ours included.
+
+    `env` holds only what we set or change; launch lays it over the supervisor's environment less TIGHTRANK_*. Values may
+    hold secrets: they go to the engine and nowhere else. `generation` and `run_directory` are filled in for each start
+    (`for_generation` in plan.py).
+    """
+    name: str
+    engine: str                    # vllm | sglang
+    role: str                      # both | prefill | decode
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    host: str                      # where the engine listens
+    port: int
+    model: str                     # path of the model
+    served_model: str              # the name a request must give
+    tensor_parallel: int
+    pipeline_parallel: int
+    devices: tuple[str, ...]
+    hooks: tuple[str, ...]         # wanted
+    line: LineSpec | None
+    context_tokens: int | None     # the engine's maximum length as we cap it; None: the engine's own choice
+    schedule: tuple[ChunkBand, ...]
+    drain_seconds: float
+    start_stall_seconds: float     # a start without any progress for this long has stalled
+    address: str = ""              # how other machines reach it; "": not known
+    transfer_host: str = ""        # where it listens for its peers
+    transfer_port: int | None = None    # None: nowhere
+    api_key: str | None = None     # the engine's own, for our canary
+    notes: tuple[str, ...] = ()    # sentences for `tightrank plan`: what we set and why
+    generation: int = 0
+    run_directory: str = ""
+
+    def listens(self) -> tuple[tuple[str, int], ...]:
+        """(host, port) of all its listening sockets that we name."""
+        transfer = () if self.transfer_port is None else ((self.transfer_host, self.transfer_port),)
+        return ((self.host, self.port), *transfer)

@@ -1,0 +1,95 @@
+"""What the world sees."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tightrank.records.life import Diagnosis, Phase, StartStep
+from tightrank.records.reading import MemoryReading, ProcessReading, RankReading
+from tightrank.records.spec import LineSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of the journal."""
+    unix: float
+    kind: str                              # phase | decision | cause | hello | guard | daemon | line | request
+    worker: str | None
+    generation: int | None
+    sentence: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as the world sees it."""
+    name: str
+    engine: str
+    engine_version: str | None
+    role: str
+    phase: Phase
+    step: StartStep | None
+    generation: int
+    since_unix: float
+    ready: bool
+    reason: str                            # why it is not ready, "" when it is
+    host: str
+    port: int
+    restarts: int
+    next_start_unix: float | None
+    diagnosis: Diagnosis | None
+    line: LineSpec | None
+    line_budget: int | None                # token², as told to the ranks now
+    over_line_steps: int
+    context_tokens: int | None
+    ranks: tuple[RankReading, ...]
+    processes: tuple[ProcessReading, ...]
+    hooks_wanted: tuple[str, ...]
+    log_tail: tuple[str, ...]
+    served_model: str = ""
+    address: str = ""                      # how other machines reach it; "": not known
+    transfer_port: int | None = None       # where its peers ask for KV; None: nowhere
+    longest_step_seconds: float | None = None   # of the prefill steps of this generation; None: there was none
+
+
+@dataclass(frozen=True, slots=True)
+class RankPulse:
+    """What a rank's beat page says at this moment; None throughout: nothing that can be read."""
+    role: str
+    rank: int | None
+    beat_age_seconds: float | None
+    loops: int | None
+    steps: int | None
+    prefill_tokens: int | None
+    in_flight: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """Whether a worker moves, read at this moment."""
+    worker: str
+    generation: int
+    phase: Phase
+    stopped: tuple[int, ...]               # pids of its tree in state T or t
+    cpu_seconds: float                     # used so far by the processes that are there
+    longest_step_seconds: float | None     # of the prefill steps of this generation; None: there was none
+    ranks: tuple[RankPulse, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Published once a tick, swapped whole; whoever reads it changes nothing."""
+    name: str
+    version: str
+    started_unix: float
+    updated_unix: float
+    updated_monotonic: float
+    ready: bool
+    reason: str
+    draining: bool
+    memory: MemoryReading
+    guard: Mapping[str, Any]
+    floor_bytes: int
+    tightest_rank: Mapping[str, Any] | None    # {"worker", "rank", "available_bytes"}
+    workers: tuple[WorkerStatus, ...]
