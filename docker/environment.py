@@ -24,8 +24,8 @@ def main(directory, *extras):
     path, pip = Path(directory), HERE / "pip"
     venv.create(pip, with_pip=True)          # apart, so that no pip is left in the image
     venv.create(path, symlinks=True)
-    subprocess.run([pip / "bin" / "python", "-m", "pip", "--python", path / "bin" / "python", "install", "--quiet", "--no-input",
-                    "--disable-pip-version-check", "--constraint", HERE / "supervisor.txt", *needs(extras)], check=True)
+    install = [pip / "bin" / "python", "-m", "pip", "--python", path / "bin" / "python", "install", "--quiet", "--no-input"]
+    subprocess.run([*install, "--constraint", HERE / "supervisor.txt", *needs(extras)], check=True)
     packages, = path.glob("lib/python3*/site-packages")
     (packages / "tightrank.pth").write_text(f"{path / 'supervisor'}\n")
     command = path / "bin" / "tightrank"

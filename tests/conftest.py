@@ -11,7 +11,7 @@ from helpers import ROOT, free_ports, kill, session_pids
 
 TESTS = ROOT / "tests"
 
-TIERS = ("unit", "process", "adapter", "engines")  # the quick ones first
+TIERS = ("unit", "process", "adapter", "engines", "docker")  # the quick ones first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,141 @@
+"""compose.yaml with the CPU override, as a person uses it: real containers, a real engine, a real pair. In this order."""
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import docker_daemon
+import pytest
+from docker_stack import START_SECONDS, Stack
+from helpers import wait_until
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(1500)]
+
+HERE = Path(__file__).parent
+CALM_SECONDS = 20         # a restart by Docker comes within 0.1 s, one by the supervisor within 1 s
+# Fills memory until the kernel has killed something in this container.
+HOG = """
+import os, time
+version_1 = "/sys/fs/cgroup/memory/memory.oom_control"
+path = version_1 if os.path.exists(version_1) else "/sys/fs/cgroup/memory.events"
+kills = lambda: next(int(line.split()[1]) for line in open(path) if line.startswith("oom_kill "))
+before, held = kills(), []
+while kills() == before:
+    held.append(b"x" * (16 << 20))
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture(scope="module")
+def up(stack: Stack) -> Stack:
+    """Healthy, with worker and gateway as the files say."""
+    stack.compose("--profile", "worker", "up", "-d")
+    stack.wait_healthy("worker", "gateway")
+    return stack
+
+
+def test_it_becomes_healthy_and_answers_a_chat(up: Stack) -> None:
+    status, body = up.chat()
+    assert status == 200 and body["usage"]["completion_tokens"] == 4, body
+    assert up.gateway("/readyz")[1]["ready"]
+    missing = [each["url"] for each in up.gateway("/status")[1]["supervisors"] if not each["heard"]]
+    assert missing == ["http://prefill:9470", "http://decode:9470"]     # shown, and in nobody's way
+
+
+@pytest.mark.parametrize("service", ["worker", "gateway"])
+def test_a_container_has_no_more_than_it_needs(up: Stack, service: str) -> None:
+    found = up.inspect(service)
+    host = found["HostConfig"]
+    assert host["ReadonlyRootfs"] and host["CapDrop"] == ["ALL"] and "no-new-privileges:true" in host["SecurityOpt"]
+    assert not host["CapAdd"] and not host["Privileged"]
+    assert up.run_in(service, "id", "-u").strip() == "10001"
+    refused = up.run_in(service, "touch", "/opt/tightrank/x", "/etc/x", ok=False)
+    assert refused.count("Read-only file system") == 2
+    effective = up.run_in(service, "grep", "CapEff", "/proc/self/status").split()[1]
+    assert int(effective, 16) == 0
+
+
+def test_the_guard_is_the_first_process_and_the_engine_is_as_it_was(up: Stack) -> None:
+    assert "tightrank/guard" in up.run_in("worker", "cat", "/proc/1/cmdline").replace("\0", " ")
+    seen = up.run_in("worker", "python3", "-c", "import os, sglang, importlib.util as u; "
+                     "print(u.find_spec('tightrank'), u.find_spec('tightrank_adapter'), os.environ.get('PYTHONPATH'))")
+    assert seen.split() == ["None", "None", "None"]
+    hooks = {rank["role"]: rank["hooks"] for rank in up.supervisor("worker", "/status")["workers"][0]["ranks"]}
+    assert hooks["scheduler"]["line"]["state"] == "in-force", hooks
+
+
+@pytest.mark.parametrize(("service", "port"), [("worker", "9470"), ("gateway", "8000")])
+def test_a_health_check_costs_little(up: Stack, service: str, port: str) -> None:
+    """By the kernel's account of the child. The parent imports nothing: what it holds counts until the child's exec."""
+    argv = up.inspect(service)["Config"]["Healthcheck"]["Test"][1:]
+    assert argv[-1] == port
+    code = ("import posix, sys\n"
+            "child = posix.fork() or posix.execv(sys.argv[1], sys.argv[1:])\n"
+            "_, status, used = posix.wait4(child, 0)\n"
+            "print(status, used.ru_utime + used.ru_stime, used.ru_maxrss)")
+    measured = [up.run_in(service, argv[0], "-I", "-S", "-B", "-c", code, *argv).splitlines()[-1].split() for _ in range(3)]
+    assert {status for status, _, _ in measured} == {"0"}
+    assert min(float(seconds) for _, seconds, _ in measured) <= 0.040
+    assert max(int(kib) for _, _, kib in measured) <= 15 * 1024
+
+
+def test_stop_lets_a_request_in_flight_end(up: Stack) -> None:
+    response = up.send("POST", "/v1/completions", {"model": "model", "prompt": "once", "max_tokens": 400, "stream": True,
+                                                   "ignore_eos": True, "stream_options": {"include_usage": True}})
+    assert response.status == 200 and response.readline().startswith(b"data: ")
+    began = time.monotonic()
+    up.compose("stop")
+    events = [line.removeprefix(b"data: ") for line in response.read().splitlines() if line.startswith(b"data: ")]
+    assert events[-1] == b"[DONE]"
+    assert json.loads(events[-2])["usage"]["completion_tokens"] == 400
+    assert time.monotonic() - began < 60              # well within stop_grace_period, after which Docker kills
+    for service in ("worker", "gateway"):
+        state = up.state(service)
+        assert not state["Running"] and state["ExitCode"] == 0 and not state["OOMKilled"], state
+
+
+def test_a_kill_by_the_kernel_is_told_at_the_gateway(stack: Stack) -> None:
+    stack.compose("--profile", "worker", "up", "-d", more=(HERE / "oom.yaml",))
+    stack.wait_healthy("worker", "gateway")
+    stack.run_in("worker", "/opt/tightrank/bin/python", "-c", HOG)
+    worker = wait_until(lambda: told(stack, "killed-by-oom"), 30, "the cause at the gateway")
+    assert worker["phase"] != "up" and "killed-by-oom" in stack.gateway("/readyz")[1]["reason"]
+    status, body = stack.chat()
+    assert status == 503 and "killed-by-oom" in json.dumps(body), body
+    assert stack.inspect("worker")["RestartCount"] == 0 and stack.state("worker")["Running"]
+
+
+def told(stack: Stack, cause: str) -> dict[str, object] | None:
+    """The worker as the gateway shows it, once it has that cause."""
+    time.sleep(0.1)
+    _, status = stack.gateway("/status")
+    found: dict[str, object] | None = next((each for each in (status or {}).get("workers", []) if each["cause"] == cause), None)
+    return found
+
+
+def test_a_start_that_cannot_work_is_tried_once(stack: Stack) -> None:
+    stack.compose("--profile", "worker", "rm", "-s", "-f", "-v", "worker")
+    docker_daemon.run("docker", "volume", "rm", f"{stack.environment['COMPOSE_PROJECT_NAME']}_worker")
+    stack.compose("--profile", "worker", "up", "-d", more=(HERE / "sizing.yaml",))
+    assert stack.inspect("worker")["HostConfig"]["RestartPolicy"]["Name"] == "always"
+    worker = wait_until(lambda: told(stack, "kv-pool-too-small"), START_SECONDS, "the cause at the gateway")
+    assert "--mem-fraction-static" in str(worker["change"])
+    time.sleep(CALM_SECONDS)
+    assert stack.inspect("worker")["RestartCount"] == 0 and stack.state("worker")["Running"]
+    seen = stack.supervisor("worker", "/status")["workers"][0]
+    assert (seen["phase"], seen["generation"]) == ("failed", 1)
+    status, body = stack.chat()
+    assert status == 503 and "kv-pool-too-small" in json.dumps(body), body
+
+
+def test_the_profile_pd_answers_through_a_real_pair(stack: Stack) -> None:
+    stack.compose("--profile", "worker", "rm", "-s", "-f", "worker")
+    stack.compose("--profile", "pd", "up", "-d")
+    stack.wait_healthy("prefill", "decode", "gateway")
+    with stack.send("POST", "/v1/completions", {"model": "model", "prompt": "once upon a time", "max_tokens": 8,
+                                                "ignore_eos": True}) as response:
+        body = json.loads(response.read())
+        assert response.status == 200 and body["usage"]["completion_tokens"] == 8, body
+        assert response.headers["X-Tightrank-Worker"].split(",") == ["prefill@prefill:9470", "decode@decode:9470"]
+    assert [pair["paired"] for pair in stack.gateway("/status")[1]["pairs"]] == [True]

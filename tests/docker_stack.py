@@ -1,0 +1,79 @@
+"""compose.yaml with compose.cpu.yaml as one project, and what it says of itself."""
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import docker_daemon
+from helpers import free_ports, wait_until
+
+FILES = ("compose.yaml", "compose.cpu.yaml")
+COMPOSE = os.environ.get("DOCKER_COMPOSE", "docker-compose")       # another release of it, to try the files with
+PROJECT = "tightrank-test"
+START_SECONDS = 300           # two engines at once on two busy cores; 25 s on quiet ones
+
+
+class Stack:
+    """The project. `more`: compose files over ours for one call."""
+
+    def __init__(self, base: str, wheels: str) -> None:
+        self.port, *others = free_ports(4)
+        names = ("WORKER_PORT", "PREFILL_PORT", "DECODE_PORT")
+        self.environment = {"COMPOSE_PROJECT_NAME": PROJECT, "BASE": base, "WHEELS": wheels, "GATEWAY_BASE": base,
+                            "PORT": str(self.port), **dict(zip(names, map(str, others), strict=True))}
+
+    def compose(self, *words: str, more: tuple[Path, ...] = (), ok: bool = True, timeout: float = 900) -> str:
+        files = [word for file in (*FILES, *map(str, more)) for word in ("-f", file)]
+        return docker_daemon.run(COMPOSE, *files, *words, env=self.environment, ok=ok, timeout=timeout).stdout
+
+    def inspect(self, service: str) -> dict[str, Any]:
+        name = docker_daemon.run("docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={PROJECT}",
+                          "--filter", f"label=com.docker.compose.service={service}").stdout.strip()
+        found: dict[str, Any] = json.loads(docker_daemon.run("docker", "inspect", name).stdout)[0]
+        return found
+
+    def state(self, service: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.inspect(service)["State"]
+        return found
+
+    def run_in(self, service: str, *argv: str, ok: bool = True) -> str:
+        return docker_daemon.run("docker", "exec", self.inspect(service)["Id"], *argv, ok=ok).stdout
+
+    def wait_healthy(self, *services: str) -> None:
+        """As Docker sees it."""
+        def healthy() -> bool:
+            time.sleep(0.5)
+            return all(self.state(service).get("Health", {}).get("Status") == "healthy" for service in services)
+        wait_until(healthy, START_SECONDS, f"{services} healthy: {self.gateway('/status')}\n{self.logs()}")
+
+    def logs(self) -> str:
+        return self.compose("logs", "--tail", "40", ok=False)[-6000:]
+
+    def supervisor(self, service: str, path: str) -> Any:
+        """What a supervisor answers, asked from within its container."""
+        code = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:9470{path}').read().decode())"
+        return json.loads(self.run_in(service, "/opt/tightrank/bin/python", "-c", code))
+
+    # --- as a client of the gateway -----------------------------------------------------------------------------------
+
+    def gateway(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
+        """Status and JSON; (0, None) when nobody answers."""
+        try:
+            with self.send("GET" if body is None else "POST", path, body) as response:
+                return response.status, json.loads(response.read())
+        except OSError:
+            return 0, None
+
+    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+        return connection.getresponse()
+
+    def chat(self) -> tuple[int, Any]:
+        return self.gateway("/v1/chat/completions", {"model": "model", "max_tokens": 4,
+                                                     "messages": [{"role": "user", "content": "hello"}]})
