@@ -23,7 +23,7 @@ CONNECTIONS = 256            # each costs a descriptor of the daemon, which need
 STREAMS = 32                 # open event streams; each costs a socket and a task
 
 
-_EXTRA = ("largest_prompt_tokens", "cause", "runbook")      # beside the error, where they are known
+_EXTRA = ("largest_prompt_tokens", "cause", "runbook")      # in the error (a client's exception holds only that), where known
 
 
 class JsonResponse(JSONResponse):
@@ -50,8 +50,8 @@ class Connection(H11Protocol):
 def _error(status: int, detail: dict[str, Any], headers: Any = None) -> JsonResponse:
     extra = {key: detail.pop(key) for key in _EXTRA if detail.get(key) is not None}
     error = {"message": detail["message"], "type": "invalid_request_error" if status < 500 else "server_error",
-             "param": detail.get("param"), "code": detail.get("code")}
-    return JsonResponse({"error": error, **extra, "source": "tightrank"}, status, headers)
+             "param": detail.get("param"), "code": detail.get("code"), **extra}
+    return JsonResponse({"error": error, "source": "tightrank"}, status, headers)
 
 
 async def error_response(request: Request, error: Exception) -> Response:

@@ -96,7 +96,7 @@ def refused_when_too_long(deployment: Deployment, engine: str, context: int) -> 
     answer = httpx2.post(f"http://127.0.0.1:{deployment.engine_port}{path}", json=body, timeout=60)
     assert answer.status_code == 400, answer.text
     ours = deployment.post("/admission", {"prompt_tokens": context + 1})
-    assert ours.status_code == 400 and ours.json()["largest_prompt_tokens"] < context + 1
+    assert ours.status_code == 400 and ours.json()["error"]["largest_prompt_tokens"] < context + 1
 
 
 @pytest.mark.parametrize(("engine", "args", "env", "cause", "flag"), [

@@ -150,11 +150,11 @@ def test_admission(api: Api) -> None:
     assert api.admission({"prompt_tokens": 8000, "max_tokens": 100}).json() == {
         "admit": True, "worker": "w0", "largest_prompt_tokens": 8092}
     refused = api.admission({"prompt_tokens": 8193})
-    assert error(refused, 400)["code"] == "context_length_exceeded" and refused.json()["largest_prompt_tokens"] == 8191
+    assert error(refused, 400)["code"] == "context_length_exceeded" and refused.json()["error"]["largest_prompt_tokens"] == 8191
     api.board.publish(status(failed()))
     answer = api.admission({"prompt_tokens": 10})
     assert error(answer, 503)["code"] == TOO_SMALL.cause and int(answer.headers["retry-after"]) > 0
-    assert (answer.json()["cause"], answer.json()["runbook"]) == (TOO_SMALL.cause, CAUSES[TOO_SMALL.cause].runbook)
+    assert (answer.json()["error"]["cause"], answer.json()["error"]["runbook"]) == (TOO_SMALL.cause, CAUSES[TOO_SMALL.cause].runbook)
     assert error(api.admission({"prompt_tokens": 10, "worker": "x"}), 404)["param"] == "worker"
 
 
