@@ -22,7 +22,7 @@ from tightrank.gateway.records import Peer
 from tightrank.gateway.supervisors import Supervisors
 from tightrank.gateway.tripwire import Tripwire
 from tightrank.gateway.watchdog import Watchdog
-from tightrank.sockets import bind
+from tightrank.sockets import QuietServer, bind
 
 HEADER_BYTES = 64 << 10
 HEADER_SECONDS = 10.0          # for a request line and headers to have come whole
@@ -84,7 +84,7 @@ async def _serve(settings: Gateway, listening: socket.socket) -> int:
         print(f"tightrank gateway on http://{settings.host}:{settings.port}", file=sys.stderr, flush=True)
         serving = asyncio.ensure_future(server.serve([listening]))
         done, _ = await asyncio.wait({serving, *beside}, return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
+        server.ask_to_exit()
         await serving
         for part in beside:
             part.cancel()
@@ -93,13 +93,13 @@ async def _serve(settings: Gateway, listening: socket.socket) -> int:
         return 0
 
 
-class _Server(uvicorn.Server):
+class _Server(QuietServer):
     """The signal handlers are ours: the first asks to drain, the second ends."""
 
     def __init__(self, app: App, settings: Gateway) -> None:
         super().__init__(uvicorn.Config(
             app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_level="warning", access_log=False,
-            server_header=False, h11_max_incomplete_event_size=HEADER_BYTES, timeout_keep_alive=IDLE_SECONDS,
+            server_header=False, date_header=False, h11_max_incomplete_event_size=HEADER_BYTES, timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + LAST_WORDS_SECONDS))
         self._app, self._drain_seconds = app, settings.drain_seconds
 
@@ -107,7 +107,8 @@ class _Server(uvicorn.Server):
         self.force_exit = self._app.draining or self.force_exit
         if not self._app.draining:
             asyncio.get_running_loop().call_later(self._drain_seconds, self._app.end_all)
-        self._app.draining = self.should_exit = True
+        self._app.draining = True
+        self.ask_to_exit()
 
 
 def _host(url: str) -> str:

@@ -15,7 +15,7 @@ from tightrank.gateway.peers import Member, Peers
 from tightrank.gateway.records import Failure, LegFailed, Pulse
 from tightrank.gateway.supervisors import Supervisors
 
-LOOK_SECONDS = 0.2
+LOOK_SECONDS, IDLE_SECONDS = 0.2, 0.5      # between two looks, with legs and without
 ASK_SECONDS = 0.7              # of silence before the pulse is looked at
 STILL_SECONDS = 1.5            # a loop that stands for less may be any Python pause
 STEPS = 3.0                    # a step may take this many times the longest so far
@@ -50,7 +50,8 @@ class Watchdog:
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            busy = any(member.legs for member in self._peers.members.values())
+            await asyncio.sleep(LOOK_SECONDS if busy else IDLE_SECONDS)
             now = time.monotonic()
             for member in list(self._peers.members.values()):
                 fresh = member.pulse is not None and now - member.pulse[1] < AGAIN_SECONDS
