@@ -105,7 +105,7 @@ class Peers:
             return
         if failure.kind is not Failure.ENDED and member.peer.up:
             out = failure.kind in _FACTS or member.standing is Standing.OUT
-            self._stand(member, Standing.OUT if out else Standing.SUSPECT, str(failure))
+            self._stand(member, Standing.OUT if out else Standing.SUSPECT, failure.sentence)
 
     def probed(self, member: Member, failure: LegFailed | None) -> None:
         """A probe was answered (None), or spoke against it."""
@@ -114,7 +114,7 @@ class Peers:
         if failure is None:
             self._stand(member, Standing.UP, "")
         elif failure.kind is not Failure.SILENT or not member.legs:    # silent beside our legs: it may be busy with them
-            self._stand(member, Standing.OUT, str(failure))
+            self._stand(member, Standing.OUT, failure.sentence)
 
     # --- what others read ---------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class LegFailed(Exception):
 
     def __init__(self, kind: Failure, peer: Peer, sentence: str, answer: Answered | None = None) -> None:
         super().__init__(f"{peer.id} ({peer.role}): {sentence}")
-        self.kind, self.peer, self.answer = kind, peer, answer
+        self.kind, self.peer, self.sentence, self.answer = kind, peer, sentence, answer
 
 
 @dataclass(frozen=True, slots=True)

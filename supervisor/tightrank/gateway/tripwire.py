@@ -12,7 +12,7 @@ from tightrank.gateway.leg import CONNECT_SECONDS
 from tightrank.gateway.peers import Member, Peers
 from tightrank.gateway.records import Failure, LegFailed, Standing
 
-LOOK_SECONDS = 0.2
+LOOK_SECONDS = 0.4             # at a port that refuses
 PAUSE_SECONDS = 0.1            # before the next connection, whatever became of the last
 
 
