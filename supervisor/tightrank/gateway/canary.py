@@ -139,8 +139,9 @@ class Pairs:
         return self._states.setdefault(_key(prefill, decode), _State())
 
     def _forget(self) -> None:
-        """Pairs of generations that are gone."""
-        now = {member.peer.id: member.peer.generation for member in self._peers.members.values()}
+        """Pairs of generations that are gone, and of peers that are out: what comes back has to be seen to transfer again."""
+        now = {member.peer.id: member.peer.generation for member in self._peers.members.values()
+               if member.standing is not Standing.OUT}
         self._states = {key: state for key, state in self._states.items()
                         if now.get(key[0]) == key[1] and now.get(key[2]) == key[3]}
 

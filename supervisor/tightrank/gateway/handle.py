@@ -112,7 +112,8 @@ class Handler:
         self._pairs.failed(route, failure)
         if failure.kind is Failure.SILENT:     # of a pair both may be the one that is silent: a probe tells which
             for peer in route.peers:
-                self._peers.failed(LegFailed(Failure.SILENT, peer, f"silent together with {failure.peer.id}"))
+                if peer.id != failure.peer.id:
+                    self._peers.failed(LegFailed(Failure.SILENT, peer, f"silent together with {failure.peer.id}"))
 
     def _gave_up(self, failure: LegFailed) -> Refusal:
         if failure.kind is Failure.BUSY and failure.answer is not None:

@@ -18,13 +18,16 @@ from tightrank.gateway.records import Answered, Failure, LegFailed
 
 ANSWER_BYTES = 256 << 20
 CONNECT_SECONDS = 1.0              # a SYN that a loopback or a rack does not answer at once is not answered at all
-KEEP_ALIVE_SECONDS = 2.0           # shorter than the engines' 5 s: a connection they are about to close is not used
 EVENT_STREAM = "text/event-stream"
 
 
 def session() -> aiohttp.ClientSession:
-    """For legs: no proxies of the environment, no redirects, no total time limit, nothing decoded."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ttl_dns_cache=10)
+    """For legs: no proxies of the environment, no redirects, no total time limit, nothing decoded.
+
+    Each leg has a connection of its own: one that an engine is about to close is never used, and an engine that answers twice
+    cannot give its second answer to the next client.
+    """
+    connector = aiohttp.TCPConnector(limit=0, force_close=True, ttl_dns_cache=10)
     return aiohttp.ClientSession(connector=connector, auto_decompress=False, trust_env=False,
                                  cookie_jar=aiohttp.DummyCookieJar(), max_line_size=16 << 10, max_field_size=32 << 10,
                                  timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),

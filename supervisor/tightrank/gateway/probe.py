@@ -12,7 +12,8 @@ from tightrank.gateway.peers import Member, Peers
 from tightrank.gateway.records import Failure, LegFailed, Standing
 
 PAUSE_SECONDS = 0.3            # an engine that came back gets work within 1 s
-ANSWER_SECONDS = 3.0           # for one token, beside what waits at it already
+ANSWER_SECONDS = 3.0           # for one token, beside what waits at it already; with each try that was too short, twice that
+LONGEST_SECONDS = 60.0         # an engine that needs longer for a token serves nobody
 
 
 class Prober:
@@ -30,25 +31,28 @@ class Prober:
             self._running[member.peer.id] = asyncio.ensure_future(self._ask(member))
 
     async def _ask(self, member: Member) -> None:
+        patience = ANSWER_SECONDS
         while self._peers.members.get(member.peer.id) is member and member.peer.up:
-            failure = await self._once(member)
+            failure = await self._once(member, patience)
             self._peers.probed(member, failure)
             if member.standing is Standing.UP:
                 return
+            if failure is not None and failure.kind is Failure.SILENT:
+                patience = min(2 * patience, LONGEST_SECONDS)
             await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _once(self, member: Member) -> LegFailed | None:
+    async def _once(self, member: Member, patience: float) -> LegFailed | None:
         peer = member.peer
         path, body = protocol.probe(peer)
         leg = Leg(self._http, member, Call("POST", path, self._headers, json.dumps(body).encode()))
-        waits = self._peers.pace(member).prefill_seconds(member.queued_tokens) or 0.0
+        patience += self._peers.pace(member).prefill_seconds(member.queued_tokens) or 0.0
         try:
-            async with asyncio.timeout(ANSWER_SECONDS + waits):
+            async with asyncio.timeout(patience):
                 whole = await answered(leg)
             if whole.status != 200 or sse.gave_up(_json(whole.body)):
                 return LegFailed(Failure.ERROR, peer, f"it answered {whole.status} to one token: {whole.body[:200]!r}")
         except TimeoutError:
-            return LegFailed(Failure.SILENT, peer, f"no answer to one token within {ANSWER_SECONDS + waits:.0f} s")
+            return LegFailed(Failure.SILENT, peer, f"no answer to one token within {patience:.0f} s")
         except LegFailed as failure:
             return None if failure.kind is Failure.BUSY else failure
         finally:

@@ -38,13 +38,21 @@ class Connection(H11Protocol):
         self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
-        busy = self.cycle is not None and not self.cycle.response_complete
         super().data_received(data)
-        if not busy and (self.cycle is None or self.cycle.response_complete) and self._limit is None:
-            self._wait_for_headers()
-        elif self._limit is not None and self.cycle is not None and not self.cycle.response_complete:
+        self._watch_headers()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_headers()              # what came behind the last request may be half of the next
+
+    def _watch_headers(self) -> None:
+        """The limit runs while a request has begun to come and is not whole."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering and self._limit is not None:
             self._limit.cancel()
             self._limit = None
+        elif not answering and self._limit is None and self.conn.trailing_data[0]:
+            self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._limit is not None:

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 EVENT_BYTES = 16 << 20             # logprobs of a whole prompt may come as one event
 _FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":", b"data", b"event")
 DONE = b"data: [DONE]"
+_BLANK = re.compile(rb"\n\n|\r\n\r\n")
 _ANNOUNCEMENTS = ("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added")
 _LAST_OF_RESPONSES = (b"response.completed", b"response.incomplete", b"response.failed")
 
@@ -19,16 +21,19 @@ class Splitter:
     """Cuts what arrives into whole events, each with its blank line, byte for byte."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
+        self._searched = 0                 # no event ends before
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that are whole now. Raises NotEvents."""
         self._rest += data
-        events = []
-        while (end := _end(self._rest)) > 0:
-            event, self._rest = self._rest[:end], self._rest[end:]
-            _check(event)
-            events.append(event)
+        events, start = [], 0
+        while found := _BLANK.search(self._rest, max(start, self._searched)):
+            events.append(bytes(self._rest[start:found.end()]))
+            _check(events[-1])
+            start = self._searched = found.end()
+        del self._rest[:start]
+        self._searched = max(len(self._rest) - 3, 0)       # a blank line may be half here
         if len(self._rest) > EVENT_BYTES:
             raise NotEvents(f"an event of more than {EVENT_BYTES} bytes")
         return events
@@ -36,13 +41,7 @@ class Splitter:
     @property
     def rest(self) -> bytes:
         """What came of an event that is not whole."""
-        return self._rest
-
-
-def _end(data: bytes) -> int:
-    """Where the first event ends, its blank line included; 0: it is not whole."""
-    ends = [at + len(blank) for blank in (b"\n\n", b"\r\n\r\n") if (at := data.find(blank)) >= 0]
-    return min(ends, default=0)
+        return bytes(self._rest)
 
 
 def _check(event: bytes) -> None:
@@ -67,7 +66,7 @@ def payload(event: bytes) -> Any:
 
 def check_payload(event: bytes) -> None:
     """Raises NotEvents when the data of an event is neither JSON nor [DONE]."""
-    if event.startswith(b"data:") and not event.startswith(DONE) and payload(event) is None:
+    if b"data:" in event and not event.startswith((DONE, b":")) and payload(event) is None:
         raise NotEvents(f"data that is not JSON: {event[:80]!r}")
 
 
