@@ -113,7 +113,7 @@ def test_a_prefill_leg_of_vllm_asks_for_one_token_and_no_stream() -> None:
 @pytest.mark.parametrize(("engine", "path", "body", "refused"), [
     ("vllm", "/v1/completions", {"prompt": "a"}, False), ("vllm", "/v1/completions", {"prompt": [1, 2]}, False),
     ("vllm", "/v1/completions", {"prompt": ["a", "b"]}, True), ("vllm", "/v1/completions", {"prompt": [[1], [2]]}, True),
-    ("vllm", "/v1/completions", {"prompt": "a", "n": 2}, True), ("vllm", "/generate", {}, True),
+    ("vllm", "/v1/completions", {"prompt": "a", "n": 2}, False), ("vllm", "/generate", {}, True),
     ("sglang", "/v1/completions", {"prompt": ["a", "b"]}, False), ("sglang", "/v1/chat/completions", {"n": 2}, True),
     ("sglang", "/generate", {"sampling_params": {"n": 2}}, True), ("sglang", "/v1/responses", {}, False)])
 def test_what_no_pair_can_serve_is_known(engine: str, path: str, body: dict[str, Any], refused: bool) -> None:

@@ -48,7 +48,8 @@ def sglang_rid() -> str:
 def vllm_prefill(path: str, body: bytes, parsed: Mapping[str, Any]) -> bytes:
     """The prefill leg's body: one token, not streamed, its KV kept for a decode worker."""
     fields = {**_ONE_TOKEN[path], "stream": False, "kv_transfer_params": REMOTE_DECODE}
-    fields |= {name: value for name, value in (("stream_options", None), ("min_tokens", 0)) if name in parsed}
+    # With n samples here the blocks of all but one would be kept until their lease ends.
+    fields |= {name: value for name, value in (("stream_options", None), ("min_tokens", 0), ("n", 1)) if name in parsed}
     return spliced(body, fields)
 
 
@@ -60,9 +61,9 @@ def unpairable(engine: str, path: str, parsed: Mapping[str, Any]) -> str:
         return f"vLLM's P/D has no {path}"
     prompt = parsed.get("prompt")
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        return "vLLM hands over the KV of one prompt only"
-    if _more_than(1, parsed.get("n")) or _more_than(1, parsed.get("best_of")):
-        return "vLLM hands over the KV of one answer only"
+        return "vLLM hands over the KV of one prompt only"     # 0.32.0 gives a second prompt the first one's, or dies of it
+    if parsed.get("use_beam_search"):
+        return "vLLM hands over no KV of a beam search"
     if parsed.get("prompt_logprobs") is not None or parsed.get("echo"):
         return "a decode worker has not seen the prompt"
     return ""
