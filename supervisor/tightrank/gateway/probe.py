@@ -13,6 +13,7 @@ from tightrank.gateway.records import Failure, LegFailed, Standing
 
 PAUSE_SECONDS = 0.3            # an engine that came back gets work within 1 s
 ANSWER_SECONDS = 3.0           # for one token, beside what waits at it already; with each try that was too short, twice that
+FACT_SECONDS = 4 * ANSWER_SECONDS
 LONGEST_SECONDS = 60.0         # an engine that needs longer for a token serves nobody
 
 
@@ -34,10 +35,12 @@ class Prober:
         patience = ANSWER_SECONDS
         while self._peers.members.get(member.peer.id) is member and member.peer.up:
             failure = await self._once(member, patience)
-            self._peers.probed(member, failure)
+            silent = failure is not None and failure.kind is Failure.SILENT
+            if not silent or patience >= FACT_SECONDS:         # slow is no fact yet: it stays suspect
+                self._peers.probed(member, failure)
             if member.standing is Standing.UP:
                 return
-            if failure is not None and failure.kind is Failure.SILENT:
+            if silent:
                 patience = min(2 * patience, LONGEST_SECONDS)
             await asyncio.sleep(PAUSE_SECONDS)
 
