@@ -1,6 +1,7 @@
 """Fake P/D engines and a gateway over them, for tests and benches: each a real process, all ended with `close`."""
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -93,7 +94,9 @@ class FakePeer:
         self.control("/reset", {})
 
     def log(self, *events: str, since: float = 0.0, own: bool = False) -> list[Json]:
-        """Its events of these kinds (all), oldest first. `own`: also those of health checks and the like."""
+        """Its events of these kinds (all), oldest first; none of a dead one. `own`: also those of health checks and the like."""
+        if self.process is not None and self.process.poll() is not None:
+            return []
         found = [event for event in self.control("/log").json() if event["at"] >= since]
         return [event for event in found if (not events or event["event"] in events) and
                 (own or event.get("path", "/v1/") not in ("/health", "/v1/models", "/tokenize"))]
@@ -203,6 +206,11 @@ class GatewayProcess:
     def close(self) -> None:
         end(self.process)
         self.client.close()
+
+
+def digest(prompt: str) -> str:
+    """The first word of an answer: only a prefill side can tell it."""
+    return hashlib.sha256(repr(list(prompt.encode())).encode()).hexdigest()[:8]
 
 
 def completion(prompt: str = "hello", tokens: int = 4, **more: Any) -> Json:

@@ -13,6 +13,7 @@ announced, handed, received; a request's events share "number"), GET / (pids).
 """
 import argparse
 import asyncio
+import json
 import os
 import secrets
 import signal
@@ -41,6 +42,7 @@ def parse(argv):
                    help="how long a side of SGLang waits for the other, seconds")
     p.add_argument("--notice-seconds", type=float, default=10, help="until SGLang's decode sees that its prefill died")
     p.add_argument("--handshake-attempts", type=int, default=15, help="of SGLang's decode, one a second")
+    p.add_argument("--fault", type=json.loads, action="append", default=[], help="one that is on from the start: JSON")
     p.add_argument("--lease", type=float, default=30, help="how long vLLM keeps blocks for others, seconds")
     options = p.parse_known_args(argv, engine.parse(argv))[0]
     options.role = "both" if options.role == "null" else options.role
@@ -82,7 +84,7 @@ class Peer:
             self.machine.later(self.machine.turn(block=True))
 
     async def reset(self, _):
-        self.paths.faults.on.clear()
+        self.paths.faults.clear()
         self.events.clear()
         await self.listen()
 
@@ -119,6 +121,8 @@ class Peer:
         if self.options.transfer_port:
             await self.serve_at(self.options.transfer_port, self.transfer, self.options.host)
         await self.machine.turn(ready=True)
+        for fault in self.options.fault:
+            await self.add_fault(fault)
         await self.listen()
         self.machine.ready = time.monotonic()
         engine.say(engine.READY_LINE[self.options.engine])

@@ -72,6 +72,7 @@ class Machine(engine.Engine):
         """The prompt's digest, after the time that it takes; prompts are taken one after the other."""
         rate = fault.get("tokens_per_second", self.options.prefill_tokens_per_second)
         async with self.prefilling:
+            await asyncio.sleep(fault.get("seconds", 0) if fault.get("kind") == "slow-prefill" else 0)
             done = 0
             while done < len(tokens):
                 new = self.chunk(done, min(len(tokens) - done, CHUNK_TOKENS))
@@ -84,12 +85,9 @@ class Machine(engine.Engine):
     async def source(self, form, fault):
         """The digest: worked out here, or handed over by the peer."""
         body, prefill = form.body, partial(self.prefill, form.tokens, fault)
-        if fault.get("kind") == "transfer-fails":
-            await asyncio.sleep(fault.get("seconds", 0))
-            raise TransferFailed("Internal server error")
         if self.options.engine == "vllm":
             params = body.get("kv_transfer_params") or {}
-            return await (self.blocks.take(params) if params.get("do_remote_prefill") else prefill())
+            return await (self.take(fault, self.blocks.take, params) if params.get("do_remote_prefill") else prefill())
         if self.options.role == "both":
             return await prefill()
         room, host = body.get("bootstrap_room"), body.get("bootstrap_host")
@@ -99,7 +97,14 @@ class Machine(engine.Engine):
             return await (prefill() if host == FAKE_BOOTSTRAP_HOST else self.rooms.give(room, prefill))
         if host == FAKE_BOOTSTRAP_HOST:
             return GARBAGE
-        return await self.rooms.take(room, host, body.get("bootstrap_port") or self.options.transfer_port)
+        return await self.take(fault, self.rooms.take, room, host, body.get("bootstrap_port") or self.options.transfer_port)
+
+    @staticmethod
+    async def take(fault, transfer, *arguments):
+        if fault.get("kind") == "transfer-fails":
+            await asyncio.sleep(fault.get("seconds", 0))
+            raise TransferFailed("Internal server error")
+        return await transfer(*arguments)
 
     async def words(self, form, fault):
         """The answer's words, each when it is there."""

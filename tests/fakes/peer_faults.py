@@ -22,7 +22,7 @@ generates, GENERATES) and "count" (so many requests, then healthy; default: unti
     wrong-type      the right body as text/html
     no-done         streamed: ends without [DONE]
     no-params       vLLM prefill: no kv_transfer_params      odd-params    they are a list
-Not of one answer, and so done elsewhere: slow-prefill ("tokens_per_second"), abort (after "after" tokens the engine ends
+Not of one answer, and so done elsewhere: slow-prefill ("tokens_per_second", "seconds"), abort (after "after" tokens it ends
 the request as if it had been told to: 200, finish_reason abort), transfer-fails, refuse ("seconds"), block.
 """
 import asyncio
@@ -30,7 +30,6 @@ import json
 
 from peer_http import chunk, head
 
-FOR_EVER = asyncio.Event
 GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/generate")
 
 
@@ -71,13 +70,19 @@ class Reply:
     async def end(self):
         await self.connection.write(chunk(b""))
 
+    async def hold(self):
+        """Nothing more until /reset, which closes."""
+        await self.fault["over"].wait()
+        self.connection.transport.close()
+        raise Answered
+
     def at_token(self, token):
         return token and self.events == self.fault.get("after", 0)
 
 
 class Mute(Reply):
     async def before(self):
-        await FOR_EVER().wait()
+        await self.hold()
 
 
 class Status(Reply):
@@ -121,7 +126,7 @@ class Flood(Reply):
         for _ in range(self.fault.get("times", 1000)):
             await self.connection.write(b"HTTP/1.1 102 Processing\r\n\r\n")
         if self.fault.get("then") != "answer":
-            await FOR_EVER().wait()
+            await self.hold()
 
 
 class Redirect(Reply):
@@ -152,7 +157,7 @@ class LongEvent(Reply):
         if self.at_token(token):
             for _ in range(self.fault.get("bytes", 64 << 20) >> 16):
                 await super().event(b"a" * (1 << 16))
-            await FOR_EVER().wait()
+            await self.hold()
         await super().event(data, token)
 
 
@@ -182,13 +187,14 @@ class Slow(Reply):
 
 class Stall(Reply):
     async def whole(self, status, body, headers=()):
-        await FOR_EVER().wait()
+        await self.hold()
 
     async def event(self, data, token=False):
-        while self.at_token(token):
+        while self.at_token(token) and self.fault.get("comments"):
             await asyncio.sleep(0.2)
-            if self.fault.get("comments"):
-                await super().event(b": keep-alive\n\n")
+            await super().event(b": keep-alive\n\n")
+        if self.at_token(token):
+            await self.hold()
         await super().event(data, token)
 
 
@@ -196,11 +202,11 @@ class HeadersOnly(Reply):
     async def whole(self, status, body, headers=()):
         self.status = status
         await self.connection.write(self.head(status, body, headers))
-        await FOR_EVER().wait()
+        await self.hold()
 
     async def event(self, data, token=False):
         await self.begin()
-        await FOR_EVER().wait()
+        await self.hold()
 
 
 class Truncated(Cut):
@@ -252,13 +258,18 @@ class Faults:
     """The faults that are on, the newest first."""
 
     def __init__(self):
-        self.on = []
+        self.on, self.over = [], asyncio.Event()
 
     def add(self, fault):
         """Raises ValueError for a kind that is not there."""
         if fault.get("kind") not in KINDS:
             raise ValueError(f"kind {fault.get('kind')!r}: one of {', '.join(KINDS)}")
-        self.on.insert(0, dict(fault))
+        self.on.insert(0, {**fault, "over": self.over})
+
+    def clear(self):
+        """All off; what they hold is let go."""
+        self.over.set()
+        self.on, self.over = [], asyncio.Event()
 
     def take(self, path):
         """The fault for a request to `path`, counted; {} when it is to be served well."""

@@ -151,6 +151,7 @@ class Chat(Completion):
 class Responses(Form):
     """Its stream has named events and no [DONE]: `response.completed` is the end."""
     kind, ended, limits, rid = "resp", b"", ("max_output_tokens",), "request_id"
+    sequence = 0
 
     def prompt(self):
         given = self.body.get("input")
@@ -172,22 +173,27 @@ class Responses(Form):
                 "output": [item] if words else [], "parallel_tool_calls": True, "tool_choice": "auto", "tools": [],
                 "error": None, "incomplete_details": None, "usage": self.usage(words) if words else None}
 
-    def named(self, name, number, **fields):
-        return event({"type": name, "sequence_number": number, **fields}, name)
+    def named(self, name, **fields):
+        self.sequence += 1
+        return event({"type": name, "sequence_number": self.sequence - 1, **fields}, name)
 
     def opening(self):
-        yield self.named("response.created", 0, response=self.whole((), None, "in_progress"))
+        yield self.named("response.created", response=self.whole((), None, "in_progress"))
+        item = {"type": "message", "id": "msg_0", "role": "assistant", "status": "in_progress", "content": []}
+        yield self.named("response.output_item.added", output_index=0, item=item)
+        part = {"type": "output_text", "text": "", "annotations": []}
+        yield self.named("response.content_part.added", item_id="msg_0", output_index=0, content_index=0, part=part)
 
     def delta(self, words):
-        return self.named("response.output_text.delta", len(words), item_id="msg_0", output_index=0, content_index=0,
-                          delta=words[-1], logprobs=[])
+        return self.named("response.output_text.delta", item_id="msg_0", output_index=0, content_index=0, delta=words[-1],
+                          logprobs=[])
 
     def error(self, error):
-        return self.named("error", 0, code=str(error["code"]), message=error["message"], param=None)
+        return self.named("error", code=str(error["code"]), message=error["message"], param=None)
 
     def closing(self, words, finish):
         status = "completed" if finish == "length" else "incomplete"
-        yield self.named(f"response.{status}", len(words) + 1, response=self.whole(words, finish, status))
+        yield self.named(f"response.{status}", response=self.whole(words, finish, status))
 
 
 class Generate(Form):

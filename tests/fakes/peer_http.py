@@ -33,7 +33,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, serve, open_ones):
         self.serve, self.open_ones = serve, open_ones
-        self.buffer, self.wake, self.writable = b"", asyncio.Event(), asyncio.Event()
+        self.buffer, self.wake, self.writable = bytearray(), asyncio.Event(), asyncio.Event()
         self.writable.set()
         self.busy = self.gone = False
         Connection.count += 1
@@ -75,8 +75,8 @@ class Connection(asyncio.Protocol):
     async def _read(self):
         while (end := self.buffer.find(b"\r\n\r\n")) < 0:
             await self._more()
-        request = Request(self.buffer[:end], b"", self.number)
-        self.buffer = self.buffer[end + 4:]
+        request = Request(bytes(self.buffer[:end]), b"", self.number)
+        del self.buffer[:end + 4]
         request.body = await self._body(request.headers)
         return request
 
@@ -93,13 +93,13 @@ class Connection(asyncio.Protocol):
     async def _take_line(self):
         while (end := self.buffer.find(b"\r\n")) < 0:
             await self._more()
-        line, self.buffer = self.buffer[:end], self.buffer[end + 2:]
-        return line
+        return (await self._take(end + 2))[:-2]
 
     async def _take(self, size):
         while len(self.buffer) < size:
             await self._more()
-        data, self.buffer = self.buffer[:size], self.buffer[size:]
+        data = bytes(self.buffer[:size])
+        del self.buffer[:size]
         return data
 
     async def _more(self):

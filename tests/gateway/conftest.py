@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fleet import Fleet, GatewayProcess
+from fleet import FakePeer, Fleet, GatewayProcess
 from helpers import wait_until
 
 
@@ -26,15 +26,23 @@ class Stack:
     def standings(self) -> dict[str, str]:
         return {worker["name"]: worker["standing"] for worker in self.status()["workers"]}
 
+    def up(self) -> bool:
+        """Whether the gateway holds all workers for up."""
+        return all(worker["standing"] == "up" and not worker["legs"] for worker in self.status()["workers"])
+
     def well(self) -> bool:
-        """Whether the gateway holds all workers for up, and all pairs for pairs."""
-        status = self.status()
-        return all(worker["standing"] == "up" and not worker["legs"] for worker in status["workers"]) and \
-            all(pair["paired"] for pair in status["pairs"])
+        """Whether, besides, a transfer was seen between all pairs."""
+        return self.up() and all(pair["paired"] for pair in self.status()["pairs"])
+
+    def trusted(self, role: str) -> FakePeer:
+        """A worker of this role that gets requests: one with a pair that was seen to work. A canary takes up to a second."""
+        def first() -> str | None:
+            return next((pair[role] for pair in self.status()["pairs"] if pair["paired"]), None)
+        return self.fleet[str(wait_until(first, 5))]
 
     def recover(self) -> None:
         self.fleet.recover()
-        wait_until(self.well, 15, f"the gateway holds all for up: {self.status()}")
+        wait_until(self.up, 15, f"the gateway holds all for up: {self.status()}")
         for peer in self.fleet.peers:
             peer.reset()                   # what the canaries left in their logs
 

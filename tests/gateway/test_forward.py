@@ -7,18 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from fleet import chat, completion, events
+from fleet import chat, completion, digest, events
 from helpers import wait_until
 
 Stack = Any
 ODD = b' {\t"model":"tiny" , "prompt" :"h\\u00e9llo \xc3\xa9",\n"max_tokens":4, "x": 1.0e2, "y": 12345678901234567890 } \n'
 GENERATING = [("/v1/completions", completion()), ("/v1/chat/completions", chat()),
               ("/v1/responses", {"model": "tiny", "input": "hello", "max_output_tokens": 4})]
-
-
-def digest(prompt: str) -> str:
-    """The first word of the answer: only a prefill side can tell it."""
-    return hashlib.sha256(repr(list(prompt.encode())).encode()).hexdigest()[:8]
 
 
 def starts(stack: Stack, path: str = "/v1/completions") -> list[dict[str, Any]]:
