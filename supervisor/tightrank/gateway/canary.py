@@ -111,7 +111,7 @@ class Pairs:
         path, body = protocol.canary(route.worker)
         asked = understood(Asked("POST", path, path, {**self._headers, "X-Request-Id": f"canary-{time.monotonic_ns()}"},
                                  "canary", json.dumps(body).encode()))
-        exchange = Exchange(self._http, self._peers, route, asked, others=True)
+        exchange = Exchange(self._http, self._peers, route, asked, others=False)
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 answer = await exchange.answer()
