@@ -47,7 +47,8 @@ class Prober:
     async def _once(self, member: Member, patience: float) -> LegFailed | None:
         peer = member.peer
         path, body = protocol.probe(peer)
-        leg = Leg(self._http, member, Call("POST", path, self._headers, json.dumps(body).encode()))
+        # With prompt tokens, so that its time counts for predictions: an engine that has grown slow is simply slow.
+        leg = Leg(self._http, member, Call("POST", path, self._headers, json.dumps(body).encode(), prompt_tokens=1))
         patience += self._peers.pace(member).prefill_seconds(member.queued_tokens) or 0.0
         try:
             async with asyncio.timeout(patience):
