@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from deployment import Deployment
 from helpers import ROOT, SUPERVISOR, free_ports, wait_until
 
 PEER = ROOT / "tests" / "fakes" / "peer.py"
@@ -45,6 +46,7 @@ class FakePeer:
     port: int = 0
     transfer_port: int = 0
     control_port: int = 0
+    known_pid: int = 0                     # of a supervised one: it cannot be asked while it is stopped
     process: subprocess.Popen[bytes] | None = None
     client: httpx2.Client = field(default_factory=lambda: httpx2.Client(timeout=10, trust_env=False, verify=False))
 
@@ -94,21 +96,23 @@ class FakePeer:
         self.control("/reset", {})
 
     def log(self, *events: str, since: float = 0.0, own: bool = False) -> list[Json]:
-        """Its events of these kinds (all), oldest first; none of a dead one. `own`: also those of health checks and the like."""
-        if self.process is not None and self.process.poll() is not None:
+        """Its events of these kinds (all), oldest first; none of one that is dead or stopped. `own`: health checks too."""
+        try:
+            response = self.client.get(f"http://127.0.0.1:{self.control_port}/log", timeout=2)
+        except httpx2.TransportError:
             return []
-        found = [event for event in self.control("/log").json() if event["at"] >= since]
+        found = [event for event in response.json() if event["at"] >= since]
         return [event for event in found if (not events or event["event"] in events) and
                 (own or event.get("path", "/v1/") not in ("/health", "/v1/models", "/tokenize"))]
 
     def kill(self) -> None:
         """SIGKILL; a supervised one is only sent it."""
-        os.kill(self.pid(), signal.SIGKILL)
+        self.send(signal.SIGKILL)
         if self.process is not None:
             self.process.wait(15)
 
     def send(self, number: int) -> None:
-        os.kill(self.pid(), number)
+        os.kill(self.known_pid or self.pid(), number)
 
     def close(self) -> None:
         end(self.process)
@@ -155,6 +159,77 @@ class Fleet:
     def close(self) -> None:
         for peer in self.peers:
             peer.close()
+
+
+class Supervised(Fleet):
+    """The same fakes as the workers of one real `tightrank up`."""
+
+    def __init__(self, directory: Path, engine: str, prefills: int = 2, decodes: int = 2, alone: int = 0,
+                 flags: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(engine, prefills, decodes, alone, flags)
+        for peer in self.peers:
+            peer.supervised = True
+        self.deployment = Deployment(directory, engine=engine, command=[sys.executable, str(PEER), "--engine", engine],
+                                     settings={"workers": [self._worker(peer) for peer in self.peers], **settings})
+
+    def _worker(self, peer: FakePeer) -> Json:
+        worker: Json = {"name": peer.name, "role": peer.role, "port": peer.port,
+                        "args": ["--name", peer.name, "--control-port", str(peer.control_port), *peer.flags]}
+        transfers = peer.role == "prefill" or (peer.role == "decode" and self.engine == "vllm")
+        return worker | ({"transfer_port": peer.transfer_port} if transfers else {})
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.deployment.port}"
+
+    def workers(self) -> dict[str, Json]:
+        return {worker["name"]: worker for worker in self.deployment.status().get("workers", ())}
+
+    def all_up(self) -> bool:
+        return bool(self.workers()) and all(worker["phase"] == "up" for worker in self.workers().values())
+
+    def start(self) -> Supervised:
+        self.deployment.up()
+        return self.wait_up()
+
+    def wait_up(self) -> Supervised:
+        try:
+            wait_until(self.all_up, 60, "all workers up")
+        except BaseException:
+            print(self.deployment.output[-6000:])
+            raise
+        for peer in self.peers:
+            peer.known_pid = peer.pid()
+        return self
+
+    def tree(self, name: str) -> list[int]:
+        """The processes of this worker."""
+        return [process["id"]["pid"] for process in self.workers()[name]["processes"]]
+
+    def rank(self, name: str) -> int:
+        """The process of its first rank."""
+        return int(next(rank["id"]["pid"] for rank in self.workers()[name]["ranks"] if rank["rank"] == 0))
+
+    def recover(self) -> None:
+        for worker in self.workers().values():
+            for process in worker["processes"]:
+                signal_to(process["id"]["pid"], signal.SIGCONT)
+        self.wait_up()
+        for peer in self.peers:
+            peer.reset()
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.client.close()
+        self.deployment.close()
+
+
+def signal_to(pid: int, number: int) -> None:
+    """Sends it; nothing when the process is gone."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
 
 
 class GatewayProcess:

@@ -134,6 +134,10 @@ def main():
     peer.machine.start()                 # forks, so before there is a loop
     for text in engine.START_LINES[peer.options.engine]:
         engine.say(text.format(model="tiny"))
+    if peer.options.die_with_line:
+        time.sleep(peer.options.load_seconds)
+        engine.say(peer.options.die_with_line)
+        peer.machine.leave(peer.options.exit_code)
     asyncio.run(peer.run())
 
 
