@@ -92,7 +92,7 @@ class Pairs:
             self._forget()
             for prefill, decode in self._up():
                 state = self._state(prefill, decode)
-                if not state.running and self._due(state):
+                if not state.running and self._due(state, prefill, decode):
                     state.running, state.tried = True, time.monotonic()
                     task = asyncio.ensure_future(self._send(Route(decode, prefill), state))
                     self._tasks.add(task)
@@ -100,11 +100,15 @@ class Pairs:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), LOOK_SECONDS)
 
-    def _due(self, state: _State) -> bool:
+    def _due(self, state: _State, prefill: Peer, decode: Peer) -> bool:
+        """A pair that is seen to work is left alone while it works; a canary would wait behind a long prompt and prove nothing."""
         now = time.monotonic()
         if state.proved is None:
             return now - state.tried > AGAIN_SECONDS
-        return now - state.proved > self._idle
+        return now - max(state.proved, state.tried) > self._idle and not self._legs(prefill, decode)
+
+    def _legs(self, *peers: Peer) -> int:
+        return sum(len(member.legs) for peer in peers if (member := self._peers.of(peer)) is not None)
 
     async def _send(self, route: Route, state: _State) -> None:
         assert route.prefill is not None
@@ -120,7 +124,10 @@ class Pairs:
             else:
                 state.proved, state.why = None, f"a canary was answered {answer.status}"
         except TimeoutError:
-            state.proved, state.why = None, f"a canary was not answered within {ANSWER_SECONDS:.0f} s"
+            if self._legs(*route.peers) > len(exchange.legs):
+                state.why = "" if state.proved else "a canary waited behind other requests"
+            else:
+                state.proved, state.why = None, f"a canary was not answered within {ANSWER_SECONDS:.0f} s"
         except LegFailed as failure:
             self._peers.failed(failure)
             state.proved, state.why = None, f"a canary failed: {failure}"
