@@ -101,7 +101,7 @@ class Pairs:
                 await asyncio.wait_for(self._news.wait(), LOOK_SECONDS)
 
     def _due(self, state: _State, prefill: Peer, decode: Peer) -> bool:
-        """A pair that is seen to work is left alone while it works; a canary would wait behind a long prompt and prove nothing."""
+        """A pair that works is left alone: behind a long prompt a canary would wait and prove nothing."""
         now = time.monotonic()
         if state.proved is None:
             return now - state.tried > AGAIN_SECONDS
