@@ -1,35 +1,56 @@
 """compose.yaml with compose.cpu.yaml as one project, and what it says of itself."""
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import random
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import docker_daemon
-from helpers import free_ports, wait_until
+import pytest
+from helpers import wait_until
 
 FILES = ("compose.yaml", "compose.cpu.yaml")
 COMPOSE = os.environ.get("DOCKER_COMPOSE", "docker-compose")       # another release of it, to try the files with
 PROJECT = "tightrank-test"
-START_SECONDS = 300           # two engines at once on two busy cores; 25 s on quiet ones
+START_SECONDS = 480           # two engines at once on two busy cores; 25 s on quiet ones
+T = TypeVar("T")
+
+
+def quiet_ports(count: int) -> list[int]:
+    """Free ports below those that the kernel gives to outgoing connections, of which one may come before Docker listens."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.add(port)
+    return list(found)
 
 
 class Stack:
     """The project. `more`: compose files over ours for one call."""
 
     def __init__(self, base: str, wheels: str) -> None:
-        self.port, *others = free_ports(4)
+        self.environment = {"COMPOSE_PROJECT_NAME": PROJECT, "BASE": base, "WHEELS": wheels, "GATEWAY_BASE": base}
+        self.compose("build")
+        self.port, *others = quiet_ports(4)               # after the build, which takes minutes
         names = ("WORKER_PORT", "PREFILL_PORT", "DECODE_PORT")
-        self.environment = {"COMPOSE_PROJECT_NAME": PROJECT, "BASE": base, "WHEELS": wheels, "GATEWAY_BASE": base,
-                            "PORT": str(self.port), **dict(zip(names, map(str, others), strict=True))}
+        self.environment |= {"PORT": str(self.port), **dict(zip(names, map(str, others), strict=True))}
 
     def compose(self, *words: str, more: tuple[Path, ...] = (), ok: bool = True, timeout: float = 900) -> str:
         files = [word for file in (*FILES, *map(str, more)) for word in ("-f", file)]
         return docker_daemon.run(COMPOSE, *files, *words, env=self.environment, ok=ok, timeout=timeout).stdout
+
+    def running(self) -> set[str]:
+        """The services that have a running container."""
+        return set(docker_daemon.run("docker", "ps", "--filter", f"label=com.docker.compose.project={PROJECT}", "--format",
+                                     '{{.Label "com.docker.compose.service"}}').stdout.split())
 
     def inspect(self, service: str) -> dict[str, Any]:
         name = docker_daemon.run("docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={PROJECT}",
@@ -44,12 +65,29 @@ class Stack:
     def run_in(self, service: str, *argv: str, ok: bool = True) -> str:
         return docker_daemon.run("docker", "exec", self.inspect(service)["Id"], *argv, ok=ok).stdout
 
+    def wait(self, predicate: Callable[[], T], seconds: float, what: str) -> T:
+        """As wait_until; a failure shows what gateway and containers say."""
+        def calm() -> T:
+            time.sleep(0.3)
+            return predicate()
+        try:
+            return wait_until(calm, seconds, what)
+        except pytest.fail.Exception as error:
+            raise AssertionError(f"{error}\n{self.gateway('/status')}\n{self.logs()}") from None
+
     def wait_healthy(self, *services: str) -> None:
         """As Docker sees it."""
-        def healthy() -> bool:
-            time.sleep(0.5)
-            return all(self.state(service).get("Health", {}).get("Status") == "healthy" for service in services)
-        wait_until(healthy, START_SECONDS, f"{services} healthy: {self.gateway('/status')}\n{self.logs()}")
+        self.wait(lambda: all(self.state(service).get("Health", {}).get("Status") == "healthy" for service in services),
+                  START_SECONDS, f"{services} are healthy")
+
+    def wait_cause(self, cause: str) -> dict[str, Any]:
+        """The worker as the gateway shows it, once it has that cause."""
+        def found() -> dict[str, Any] | None:
+            workers = (self.gateway("/status")[1] or {}).get("workers", [])
+            return next((worker for worker in workers if worker["cause"] == cause), None)
+        worker = self.wait(found, START_SECONDS, f"{cause} at the gateway")
+        assert worker is not None
+        return worker
 
     def logs(self) -> str:
         return self.compose("logs", "--tail", "40", ok=False)[-6000:]

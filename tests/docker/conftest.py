@@ -19,6 +19,5 @@ def docker() -> Iterator[None]:
 def stack(docker: None) -> Iterator[Stack]:
     """The project with its images built and nothing started."""
     made = Stack(docker_daemon.base_image(), docker_daemon.wheels_image())
-    made.compose("--profile", "worker", "build")
     yield made
     made.compose("--profile", "worker", "--profile", "pd", "down", "-v", "-t", "10", ok=False)

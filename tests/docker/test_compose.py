@@ -7,8 +7,7 @@ from pathlib import Path
 
 import docker_daemon
 import pytest
-from docker_stack import START_SECONDS, Stack
-from helpers import wait_until
+from docker_stack import Stack
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1500)]
 
@@ -29,9 +28,10 @@ while kills() == before:
 
 @pytest.fixture(scope="module")
 def up(stack: Stack) -> Stack:
-    """Healthy, with worker and gateway as the files say."""
-    stack.compose("--profile", "worker", "up", "-d")
+    """Healthy, with what comes up when nothing is said."""
+    stack.compose("up", "-d")
     stack.wait_healthy("worker", "gateway")
+    assert stack.running() == {"worker", "gateway"}
     return stack
 
 
@@ -87,7 +87,7 @@ def test_stop_lets_a_request_in_flight_end(up: Stack) -> None:
     began = time.monotonic()
     up.compose("stop")
     events = [line.removeprefix(b"data: ") for line in response.read().splitlines() if line.startswith(b"data: ")]
-    assert events[-1] == b"[DONE]"
+    assert events[-1] == b"[DONE]", events[-1]
     assert json.loads(events[-2])["usage"]["completion_tokens"] == 400
     assert time.monotonic() - began < 60              # well within stop_grace_period, after which Docker kills
     for service in ("worker", "gateway"):
@@ -96,30 +96,22 @@ def test_stop_lets_a_request_in_flight_end(up: Stack) -> None:
 
 
 def test_a_kill_by_the_kernel_is_told_at_the_gateway(stack: Stack) -> None:
-    stack.compose("--profile", "worker", "up", "-d", more=(HERE / "oom.yaml",))
+    stack.compose("up", "-d", more=(HERE / "oom.yaml",))
     stack.wait_healthy("worker", "gateway")
     stack.run_in("worker", "/opt/tightrank/bin/python", "-c", HOG)
-    worker = wait_until(lambda: told(stack, "killed-by-oom"), 30, "the cause at the gateway")
+    worker = stack.wait_cause("killed-by-oom")
     assert worker["phase"] != "up" and "killed-by-oom" in stack.gateway("/readyz")[1]["reason"]
     status, body = stack.chat()
     assert status == 503 and "killed-by-oom" in json.dumps(body), body
     assert stack.inspect("worker")["RestartCount"] == 0 and stack.state("worker")["Running"]
 
 
-def told(stack: Stack, cause: str) -> dict[str, object] | None:
-    """The worker as the gateway shows it, once it has that cause."""
-    time.sleep(0.1)
-    _, status = stack.gateway("/status")
-    found: dict[str, object] | None = next((each for each in (status or {}).get("workers", []) if each["cause"] == cause), None)
-    return found
-
-
 def test_a_start_that_cannot_work_is_tried_once(stack: Stack) -> None:
-    stack.compose("--profile", "worker", "rm", "-s", "-f", "-v", "worker")
+    stack.compose("rm", "-s", "-f", "-v", "worker")
     docker_daemon.run("docker", "volume", "rm", f"{stack.environment['COMPOSE_PROJECT_NAME']}_worker")
-    stack.compose("--profile", "worker", "up", "-d", more=(HERE / "sizing.yaml",))
+    stack.compose("up", "-d", more=(HERE / "sizing.yaml",))
     assert stack.inspect("worker")["HostConfig"]["RestartPolicy"]["Name"] == "always"
-    worker = wait_until(lambda: told(stack, "kv-pool-too-small"), START_SECONDS, "the cause at the gateway")
+    worker = stack.wait_cause("kv-pool-too-small")
     assert "--mem-fraction-static" in str(worker["change"])
     time.sleep(CALM_SECONDS)
     assert stack.inspect("worker")["RestartCount"] == 0 and stack.state("worker")["Running"]
@@ -130,9 +122,10 @@ def test_a_start_that_cannot_work_is_tried_once(stack: Stack) -> None:
 
 
 def test_the_profile_pd_answers_through_a_real_pair(stack: Stack) -> None:
-    stack.compose("--profile", "worker", "rm", "-s", "-f", "worker")
+    stack.compose("rm", "-s", "-f", "worker")
     stack.compose("--profile", "pd", "up", "-d")
     stack.wait_healthy("prefill", "decode", "gateway")
+    assert stack.running() == {"prefill", "decode", "gateway"}      # the flag takes the place of the profile in .env
     with stack.send("POST", "/v1/completions", {"model": "model", "prompt": "once upon a time", "max_tokens": 8,
                                                 "ignore_eos": True}) as response:
         body = json.loads(response.read())
