@@ -125,7 +125,7 @@ class Exchange:
         new_tokens = 0 if peer is self.route.prefill else asked.new_tokens
         call = Call(asked.method, asked.target, asked.headers, body, asked.prompt_tokens,
                     asked.prompt_tokens if computes else 0, new_tokens)
-        leg = Leg(self.http, member, call, alone, self.others)
+        leg = Leg(self.http, member, call, alone, self.others, asked.since)
         self.legs.append(leg)
         return leg
 

@@ -5,6 +5,8 @@ engine has seen nothing of the request.
 """
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable
 
 import aiohttp
@@ -18,6 +20,7 @@ from tightrank.gateway.records import Answered, Failure, LegFailed, Peer, Route,
 from tightrank.gateway.refusal import Refusal
 
 TRIES = 2
+CAUSE_SECONDS = 0.08
 SOON_SECONDS = 5                   # Retry-After where nothing better is known
 _ANY_ROLE = ("/v1/models", "/tokenize", "/detokenize")
 # 503: there may be room again soon; 502: what the engine answered is wrong; 504: it did not answer
@@ -45,6 +48,7 @@ class Handler:
         while True:
             route = self._route(asked, touched) or self._route(asked, failed)
             if route is None:
+                await self._hear_causes(asked)
                 raise self._nowhere(asked, last)
             if last is not None:
                 self.retries += 1
@@ -63,6 +67,7 @@ class Handler:
                 touched |= {peer.id for peer in route.peers}
                 tries += failure.kind is not Failure.REFUSED
                 if tries >= TRIES:
+                    await self._hear_causes(asked)
                     raise self._gave_up(failure) from None
 
     def cut(self, failure: LegFailed) -> Refusal:
@@ -136,6 +141,14 @@ class Handler:
             return Refusal(400, "not_on_pairs", "embeddings need a worker with role both; there are only P/D roles")
         return Refusal(503, "no_worker_available", f"no worker can take this now: {words}",
                        retry_after=self._retry_after([m.peer for m in out]), more=_blame(blamed) if blamed else {})
+
+    async def _hear_causes(self, asked: Asked) -> None:
+        """A supervisor names a cause some 50 ms after a death: a client's 503 waits for it a moment."""
+        ending = [m for m in self._peers.members.values() if m.peer.supervisor and m.standing is Standing.OUT
+                  and m.peer.phase in ("up", "stopping") and m.why and pick.serves(m, self._model(asked))]
+        until = time.monotonic() + CAUSE_SECONDS
+        while time.monotonic() < until and any(m.peer.phase in ("up", "stopping") and not m.peer.cause for m in ending):
+            await asyncio.sleep(0.01)
 
     def _latest(self, peer: Peer) -> Peer:
         member = self._peers.members.get(peer.id)

@@ -5,8 +5,9 @@ import asyncio
 import json
 import re
 import secrets
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Receive, Scope
@@ -42,6 +43,7 @@ class Asked:
     prompt_limit: int = 0
     counted: bool = False
     new_tokens: int | None = 0
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def generates(self) -> bool:
@@ -80,7 +82,8 @@ def understood(asked: Asked) -> Asked:
     count = _token_ids(parsed)
     return Asked(asked.method, asked.path, asked.target, asked.headers, asked.request_id, asked.body, parsed, bool(stream),
                  model, count if count is not None else len(asked.body) // BYTES_PER_TOKEN + 1,
-                 count if count is not None else len(asked.body), count is not None, 0 if stream else _new_tokens(parsed))
+                 count if count is not None else len(asked.body), count is not None, 0 if stream else _new_tokens(parsed),
+                 asked.since)
 
 
 async def _body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:

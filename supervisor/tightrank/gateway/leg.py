@@ -17,7 +17,7 @@ from tightrank.gateway.peers import Member
 from tightrank.gateway.records import Answered, Failure, LegFailed
 
 ANSWER_BYTES = 256 << 20
-CONNECT_SECONDS = 1.0              # a SYN that a loopback or a rack does not answer at once is not answered at all
+CONNECT_SECONDS = 2.0              # a SYN that a rack does not answer by then is not answered at all
 EVENT_STREAM = "text/event-stream"
 
 
@@ -49,12 +49,13 @@ class Call:
 
 class Leg:
     """`open`, then `whole` or `events`; `close` in any case. `alone` False: its silence proves nothing while a partner still
-    computes what it waits for. `others`: the request could go elsewhere."""
+    computes what it waits for. `others`: the request could go elsewhere. `asked`: when the client asked (CLOCK_MONOTONIC)."""
 
-    def __init__(self, http: aiohttp.ClientSession, member: Member, call: Call, alone: bool = True,
-                 others: bool = False) -> None:
+    def __init__(self, http: aiohttp.ClientSession, member: Member, call: Call, alone: bool = True, others: bool = False,
+                 asked: float | None = None) -> None:
         self.member, self.peer, self.call = member, member.peer, call
         self.opened = time.monotonic()
+        self.asked = asked or self.opened
         self.waits_since: float | None = self.opened       # for the engine's next byte; None: it is we who do not read
         self.began = False                     # a byte of the answer has come
         self.ahead_tokens = call.prompt_tokens + (member.queued_tokens if call.waiting_tokens else 0)
@@ -131,6 +132,12 @@ class Leg:
         self.alone, self.opened = True, time.monotonic()
         if self.waits_since is not None:
             self.waits_since = self.opened
+
+    def forgive(self, seconds: float) -> None:
+        """So long nobody here could have heard the engine."""
+        self.asked += seconds
+        if self.waits_since is not None:
+            self.waits_since = min(self.waits_since + seconds, time.monotonic())
 
     def fail(self, failure: LegFailed) -> None:
         """Ends it now, with this reason; whoever waits for it gets it."""

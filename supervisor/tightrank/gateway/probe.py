@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import aiohttp
 
@@ -32,9 +33,16 @@ class Prober:
             self._running[member.peer.id] = asyncio.ensure_future(self._ask(member))
 
     async def _ask(self, member: Member) -> None:
-        patience = ANSWER_SECONDS
+        patience, late = ANSWER_SECONDS, False
         while self._peers.members.get(member.peer.id) is member and member.peer.up:
+            began = time.monotonic()
             failure = await self._once(member, patience)
+            seconds = time.monotonic() - began
+            if failure is None and seconds > ANSWER_SECONDS and not late:
+                late = True                # it may have been frozen till now: what it takes from now on is what counts
+                continue
+            if failure is None:
+                member.pace.first_byte(seconds, 1)
             silent = failure is not None and failure.kind is Failure.SILENT
             if not silent or patience >= FACT_SECONDS:         # slow is no fact yet: it stays suspect
                 self._peers.probed(member, failure)
@@ -47,8 +55,7 @@ class Prober:
     async def _once(self, member: Member, patience: float) -> LegFailed | None:
         peer = member.peer
         path, body = protocol.probe(peer)
-        # With prompt tokens, so that its time counts for predictions: an engine that has grown slow is simply slow.
-        leg = Leg(self._http, member, Call("POST", path, self._headers, json.dumps(body).encode(), prompt_tokens=1))
+        leg = Leg(self._http, member, Call("POST", path, self._headers, json.dumps(body).encode()))
         patience += self._peers.pace(member).prefill_seconds(member.queued_tokens) or 0.0
         try:
             async with asyncio.timeout(patience):

@@ -21,6 +21,7 @@ STILL_SECONDS = 1.5            # a loop that stands for less may be any Python p
 STEPS = 3.0                    # a step may take this many times the longest so far
 BUSY_STEPS = 20.0              # ... when its processes compute all the while (a compiler, an autotuner)
 BUSY_SHARE = 0.2               # of a core
+LAG_SECONDS = 0.3              # of our own loop, before it counts
 AGAIN_SECONDS = 0.4            # between two pulses of one engine
 FORGET_SECONDS = 3.0           # a pulse that is older says nothing about now
 LATE_SECONDS = 1.5             # over the prediction, without a supervisor
@@ -51,14 +52,24 @@ class Watchdog:
     async def run(self) -> None:
         while True:
             busy = any(member.legs for member in self._peers.members.values())
-            await asyncio.sleep(LOOK_SECONDS if busy else IDLE_SECONDS)
+            pause, began = LOOK_SECONDS if busy else IDLE_SECONDS, time.monotonic()
+            await asyncio.sleep(pause)
             now = time.monotonic()
+            if now - began > pause + LAG_SECONDS:
+                self._forgive(now - began - pause)
             for member in list(self._peers.members.values()):
                 fresh = member.pulse is not None and now - member.pulse[1] < AGAIN_SECONDS
                 if not fresh and member.peer.id not in self._asking and self._silent(member, now):
                     task = asyncio.ensure_future(self._look(member))
                     self._asking[member.peer.id] = task
                     task.add_done_callback(functools.partial(self._looked, member.peer.id))
+
+    def _forgive(self, seconds: float) -> None:
+        """This process was held up: that silence is not the engines'."""
+        for member in self._peers.members.values():
+            for leg in member.legs:
+                if isinstance(leg, Leg):
+                    leg.forgive(seconds)
 
     def _looked(self, name: str, task: asyncio.Task[None]) -> None:
         self._asking.pop(name, None)
@@ -95,7 +106,7 @@ class Watchdog:
         waits = leg.silent_seconds(now)
         predicted = self._peers.pace(member).answer_seconds(leg.ahead_tokens, leg.call.new_tokens)
         early = leg.alone and leg.others and not leg.began and predicted is not None and waits > predicted + LATE_SECONDS
-        if early or waits > self._silence:
+        if early or (waits if leg.began else now - leg.asked) > self._silence:
             self._end(leg, LegFailed(Failure.SILENT, leg.peer, f"no byte for {waits:.1f} s"
                                      + (f", {predicted:.1f} s were predicted" if predicted is not None else "")))
 
