@@ -1,4 +1,4 @@
-"""Real engines on this machine's CPU under `tightrank up`, followed on the terminal. For scripts/demo; standard library only."""
+"""Real engines on this machine's CPU under `tightrank up`, followed on the terminal. For scripts/demo; no packages needed."""
 import json
 import os
 import shutil
