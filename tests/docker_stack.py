@@ -36,8 +36,9 @@ def quiet_ports(count: int) -> list[int]:
 class Stack:
     """The project. `more`: compose files over ours for one call."""
 
-    def __init__(self, base: str, wheels: str) -> None:
-        self.environment = {"COMPOSE_PROJECT_NAME": PROJECT, "BASE": base, "WHEELS": wheels, "GATEWAY_BASE": base}
+    def __init__(self, base: str, wheels: str, engine: str = "sglang") -> None:
+        self.environment = {"COMPOSE_PROJECT_NAME": PROJECT, "ENGINE": engine, "BASE": base, "GATEWAY_BASE": base,
+                            "WHEELS": wheels}
         self.compose("build")
         self.port, *others = quiet_ports(4)               # after the build, which takes minutes
         names = ("WORKER_PORT", "PREFILL_PORT", "DECODE_PORT")
@@ -46,6 +47,10 @@ class Stack:
     def compose(self, *words: str, more: tuple[Path, ...] = (), ok: bool = True, timeout: float = 900) -> str:
         files = [word for file in (*FILES, *map(str, more)) for word in ("-f", file)]
         return docker_daemon.run(COMPOSE, *files, *words, env=self.environment, ok=ok, timeout=timeout).stdout
+
+    def down(self) -> None:
+        """Nothing is left but the images."""
+        self.compose("--profile", "worker", "--profile", "pd", "down", "-v", "-t", "10", ok=False)
 
     def running(self) -> set[str]:
         """The services that have a running container."""

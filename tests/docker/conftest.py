@@ -20,4 +20,4 @@ def stack(docker: None) -> Iterator[Stack]:
     """The project with its images built and nothing started."""
     made = Stack(docker_daemon.base_image(), docker_daemon.wheels_image())
     yield made
-    made.compose("--profile", "worker", "--profile", "pd", "down", "-v", "-t", "10", ok=False)
+    made.down()
