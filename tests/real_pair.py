@@ -164,6 +164,7 @@ def questions(engine: str) -> Iterator[Question]:
         text = "".join(chr(97 + (place * salt + place // 7) % 26) for place in range(length))
         messages = [{"role": "user", "content": text}]
         yield Question("/v1/chat/completions", {"messages": messages, "max_tokens": 16 - salt, **sampling})
+        yield Question("/v1/responses", {"input": text[::-1], "max_output_tokens": 4 + salt, "temperature": 0, "model": "tiny"})
         if engine == "sglang":
             yield Question("/generate", {"input_ids": ids[::-1], "sampling_params": {
                 "max_new_tokens": 4 + salt, "temperature": 0, "ignore_eos": True}})
@@ -171,6 +172,10 @@ def questions(engine: str) -> Iterator[Question]:
 
 def text_of(answer: Json) -> str:
     """The text of a whole answer or of one event."""
+    if "type" in answer:                   # an event of /v1/responses
+        return str(answer["delta"]) if answer["type"] == "response.output_text.delta" else ""
+    if "output" in answer:                 # a whole one: none when the model ended at once
+        return "".join(part["text"] for item in answer["output"] for part in item["content"])
     if "text" in answer:
         return str(answer["text"])
     return "".join(str(part.get("text") or (part.get("message") or part.get("delta") or {}).get("content") or "")
@@ -216,9 +221,9 @@ def _streamed(client: httpx2.Client, question: Question) -> tuple[int, str | Non
         last = ""
         for _, last in events(response):
             parts += [json.loads(last)] if last != "[DONE]" else []
-    if last != "[DONE]":
-        assert "error" in parts[-1], f"a stream that was cut in silence: {last[:300]}"
-        return 200, None, json.dumps(parts[-1]["error"])
+    if last != "[DONE]" and parts[-1].get("type") not in ("response.completed", "response.incomplete"):
+        assert "error" in last, f"a stream that was cut in silence: {last[:300]}"
+        return 200, None, last
     if question.path == "/generate":       # each event has all of the text so far
         return 200, text_of(parts[-1]), ""
     return 200, "".join(map(text_of, parts)), ""
