@@ -169,8 +169,10 @@ class Supervised(Fleet):
         super().__init__(engine, prefills, decodes, alone, flags)
         for peer in self.peers:
             peer.supervised = True
-        self.deployment = Deployment(directory, engine=engine, command=[sys.executable, str(PEER), "--engine", engine],
-                                     settings={"workers": [self._worker(peer) for peer in self.peers], **settings})
+        limits = {"restarts": 100, "backoff_longest": "300ms"}           # its workers die more often than one gives up
+        self.deployment = Deployment(
+            directory, engine=engine, command=[sys.executable, str(PEER), "--engine", engine],
+            settings={"workers": [self._worker(peer) for peer in self.peers], "limits": limits, **settings})
 
     def _worker(self, peer: FakePeer) -> Json:
         worker: Json = {"name": peer.name, "role": peer.role, "port": peer.port,
