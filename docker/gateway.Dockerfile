@@ -16,5 +16,5 @@ USER tightrank
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
     CMD ["/opt/tightrank/bin/python", "-I", "-S", "-B", "/opt/tightrank/health.py", "8000"]
-# No init: the gateway starts no processes, and takes SIGTERM itself.
+# `docker run --init`: compose.yaml says why.
 ENTRYPOINT ["/opt/tightrank/bin/tightrank", "gateway"]

@@ -56,8 +56,8 @@ VOLUME ["/var/cache/tightrank", "/var/lib/tightrank"]
 EXPOSE 8001 9470
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
     CMD ["/opt/tightrank/bin/python", "-I", "-S", "-B", "/opt/tightrank/health.py", "9470"]
-# No init (tini): `up` becomes the guard, which is PID 1 and does its duties. It reaps whatever ends, forwards SIGTERM as a
-# drain, and kills every process that is left before it ends. An init above it would only hide its death from Docker.
+# `up` becomes the guard, which does what an init does: it adopts and reaps whatever its tree leaves, forwards SIGTERM as a
+# drain, and kills every process that is left before it ends. `docker run --init` all the same (compose.yaml says why).
 ENTRYPOINT ["/opt/tightrank/bin/tightrank", "up"]
 CMD ["-c", "/etc/tightrank/worker.yaml"]
 COPY --from=supervisor /opt/tightrank /opt/tightrank

@@ -56,8 +56,9 @@ def test_a_container_has_no_more_than_it_needs(up: Stack, service: str) -> None:
     assert int(effective, 16) == 0
 
 
-def test_the_guard_is_the_first_process_and_the_engine_is_as_it_was(up: Stack) -> None:
-    assert "tightrank/guard" in up.run_in("worker", "cat", "/proc/1/cmdline").replace("\0", " ")
+def test_all_is_below_the_guard_and_the_engine_is_as_it_was(up: Stack) -> None:
+    guard, = up.run_in("worker", "cat", "/proc/1/task/1/children").split()
+    assert "tightrank/guard" in up.run_in("worker", "cat", f"/proc/{guard}/cmdline").replace("\0", " ")
     seen = up.run_in("worker", "python3", "-c", "import os, sglang, importlib.util as u; "
                      "print(u.find_spec('tightrank'), u.find_spec('tightrank_adapter'), os.environ.get('PYTHONPATH'))")
     assert seen.split() == ["None", "None", "None"]
@@ -93,6 +94,14 @@ def test_stop_lets_a_request_in_flight_end(up: Stack) -> None:
     for service in ("worker", "gateway"):
         state = up.state(service)
         assert not state["Running"] and state["ExitCode"] == 0 and not state["OOMKilled"], state
+
+
+@pytest.mark.parametrize("service", ["worker", "gateway"])
+def test_a_stop_right_after_the_start_is_not_lost(stack: Stack, service: str) -> None:
+    container = stack.inspect(service)["Id"]
+    docker_daemon.run("docker", "start", container)
+    docker_daemon.run("docker", "stop", container)
+    assert stack.state(service)["ExitCode"] == 128 + 15      # 137: Docker has waited for stop_grace_period, in vain
 
 
 def test_a_kill_by_the_kernel_is_told_at_the_gateway(stack: Stack) -> None:
