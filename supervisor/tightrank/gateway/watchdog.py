@@ -18,6 +18,7 @@ from tightrank.gateway.supervisors import Supervisors
 LOOK_SECONDS, IDLE_SECONDS = 0.2, 0.5      # between two looks, with legs and without
 ASK_SECONDS = 0.7              # of silence before the pulse is looked at
 STILL_SECONDS = 1.5            # a loop that stands for less may be any Python pause
+WAITING_SECONDS = 2.5          # ... of SGLang's decode side, which may sleep for 1 s while its partner computes
 STEPS = 3.0                    # a step may take this many times the longest so far
 BUSY_STEPS = 20.0              # ... when its processes compute all the while (a compiler, an autotuner)
 BUSY_SHARE = 0.2               # of a core
@@ -27,9 +28,9 @@ FORGET_SECONDS = 3.0           # a pulse that is older says nothing about now
 LATE_SECONDS = 1.5             # over the prediction, without a supervisor
 
 
-def frozen(pulse: Pulse, before: Pulse | None, silence: float, step: float, since: float) -> str:
+def frozen(pulse: Pulse, before: Pulse | None, silence: float, step: float, since: float, least: float = STILL_SECONDS) -> str:
     """Why an engine makes no progress, "" when it may. `silence`: of our leg; `step`: what one of its steps may take;
-    `since`: between the two pulses; all seconds. Pure."""
+    `since`: between the two pulses; `least`: no loop that stands for less is frozen; all seconds. Pure."""
     if pulse.stopped:
         return "a process of it is stopped"
     if pulse.beat_age_seconds is None:
@@ -38,7 +39,7 @@ def frozen(pulse: Pulse, before: Pulse | None, silence: float, step: float, sinc
     used = None if before is None or pulse.cpu_seconds is None or before.cpu_seconds is None else \
         pulse.cpu_seconds - before.cpu_seconds
     busy = used is None or used > BUSY_SHARE * since
-    limit = max(STILL_SECONDS, step * (BUSY_STEPS if busy else STEPS) + 0.5, 30.0 if busy else 0.0)
+    limit = max(least, step * (BUSY_STEPS if busy else STEPS) + 0.5, 30.0 if busy else 0.0)
     return f"its loop has not turned for {still:.1f} s" if still > limit else ""
 
 
@@ -96,8 +97,8 @@ class Watchdog:
         for leg in self._silent(member, now):
             tokens = min(leg.ahead_tokens, member.peer.chunk_tokens or leg.ahead_tokens)
             step = self._peers.pace(member).step_seconds(tokens, pulse.longest_step_seconds)
-            silence = leg.silent_seconds(now) if leg.alone else 0.0
-            why = frozen(pulse, recent, silence, step, since)
+            least = STILL_SECONDS if leg.alone else WAITING_SECONDS
+            why = frozen(pulse, recent, leg.silent_seconds(now), step, since, least)
             if why:
                 self._end(leg, LegFailed(Failure.FROZEN, leg.peer, why))
 
