@@ -35,7 +35,7 @@ class Cell:
 
     @property
     def short(self):
-        return ", ".join(short for short, _ in self.parts)
+        return ", ".join(short for short, _ in self.parts if short)
 
     @property
     def verdict(self):

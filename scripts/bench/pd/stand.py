@@ -84,21 +84,41 @@ async def read_events(response, answer):
                 answer.text += "".join(choice["text"] for choice in part.get("choices", ()))
 
 
+class Lag:
+    """How late this process was woken at most, seconds: what other programs on the machine cost us, they cost the gateway
+    and the engines too."""
+
+    def __init__(self):
+        self.most = 0.0
+        self.task = asyncio.ensure_future(self.watch())
+
+    async def watch(self):
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            self.most = max(self.most, time.monotonic() - before - 0.01)
+
+    def end(self):
+        self.task.cancel()
+        return self.most
+
+
 class Stand:
     """`pairs` prefill and as many decode workers of one engine, `supervised` or on their own, and a gateway over them."""
 
-    def __init__(self, directory, engine, supervised, quick, pairs=2):
+    def __init__(self, directory, engine, supervised, quick, pairs=2, flags=()):
         directory.mkdir()
         self.directory, self.engine, self.supervised, self.quick = directory, engine, supervised, quick
         self.row = engine + (" supervised" if supervised else "")
-        self.fleet = Supervised(directory, engine) if supervised else Fleet(engine, pairs, pairs)
+        self.fleet = Supervised(directory, engine) if supervised else Fleet(engine, pairs, pairs, flags=flags)
         self.gateway = self.http = None
 
     async def __aenter__(self):
         try:
             await off(self.fleet.start)
             self.gateway = await off(self.new_gateway().start)
-            self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0),
+                                              timeout=aiohttp.ClientTimeout(total=None))
             self.ask = partial(ask, self.http, self.gateway.url)
             await self.recover()
         except BaseException:
