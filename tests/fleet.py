@@ -95,15 +95,16 @@ class FakePeer:
     def reset(self) -> None:
         self.control("/reset", {})
 
-    def log(self, *events: str, since: float = 0.0, own: bool = False) -> list[Json]:
-        """Its events of these kinds (all), oldest first; none of one that is dead or stopped. `own`: health checks too."""
+    def log(self, *events: str, since: float = 0.0) -> list[Json]:
+        """Its events of these kinds (all), oldest first, health checks and the like left out; none of one that is dead or
+        stopped."""
         try:
             response = self.client.get(f"http://127.0.0.1:{self.control_port}/log", timeout=2)
         except httpx2.TransportError:
             return []
         found = [event for event in response.json() if event["at"] >= since]
         return [event for event in found if (not events or event["event"] in events) and
-                (own or event.get("path", "/v1/") not in ("/health", "/v1/models", "/tokenize"))]
+                event.get("path") not in ("/health", "/v1/models", "/tokenize")]
 
     def kill(self) -> None:
         """SIGKILL; a supervised one is only sent it."""
@@ -195,18 +196,10 @@ class Supervised(Fleet):
         return self.wait_up()
 
     def wait_up(self) -> Supervised:
-        try:
-            wait_until(self.all_up, 60, "all workers up")
-        except BaseException:
-            print(self.deployment.output[-6000:])
-            raise
+        wait_until(self.all_up, 60, "all workers up")
         for peer in self.peers:
             peer.known_pid = peer.pid()
         return self
-
-    def tree(self, name: str) -> list[int]:
-        """The processes of this worker."""
-        return [process["id"]["pid"] for process in self.workers()[name]["processes"]]
 
     def rank(self, name: str) -> int:
         """The process of its first rank."""

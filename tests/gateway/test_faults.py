@@ -51,10 +51,6 @@ def rooms_once(stack: Stack) -> None:
         assert len(rooms) == len(set(rooms))
 
 
-def error_of(answer: httpx2.Response) -> dict[str, Any]:
-    return dict(answer.json()["error"])
-
-
 @pytest.mark.parametrize(("kind", "fields"), NO_ANSWER, ids=NAMES)
 @pytest.mark.parametrize(("role", "stream"), [("prefill", False), ("decode", False), ("decode", True)])
 def test_one_gives_no_answer(pairs: Stack, role: str, stream: bool, kind: str, fields: dict[str, Any]) -> None:
@@ -102,8 +98,6 @@ def test_killed_in_flight_before_the_first_byte(pairs: Stack, role: str) -> None
         other.reset()
         pairs.fleet[leg["peer"]].kill()
         assert right(answer.result(20))
-    if pairs.engine == "sglang":
-        assert len({leg["room"] for leg in legs(pairs)}) >= 1
     rooms_once(pairs)
 
 
@@ -130,10 +124,10 @@ def test_all_answer_with_an_error(pairs: Stack, fields: dict[str, Any]) -> None:
     answer = pairs.post("/v1/completions", completion())
     tried = len([leg for leg in legs(pairs) if leg["peer"][0] == "p"])
     if fields["status"] == 500:
-        assert answer.status_code in (502, 503) and "p" in error_of(answer)["message"] and tried == 2
+        assert answer.status_code in (502, 503) and "p" in answer.json()["error"]["message"] and tried == 2
     else:
         assert answer.status_code == fields["status"] and tried == 1
-        assert error_of(answer)["message"] == f"the fake engine says {fields['status']}"
+        assert answer.json()["error"]["message"] == f"the fake engine says {fields['status']}"
         assert set(pairs.standings().values()) == {"up"}
     none_runs(pairs)
 
@@ -272,7 +266,7 @@ def test_all_are_dead(pairs: Stack) -> None:
         started = time.monotonic()
         answer = pairs.post("/v1/completions", completion(stream=stream))
         assert answer.status_code == 503 and time.monotonic() - started < 2
-        assert int(answer.headers["retry-after"]) >= 1 and "p0" in error_of(answer)["message"]
+        assert int(answer.headers["retry-after"]) >= 1 and "p0" in answer.json()["error"]["message"]
     assert pairs.gateway.answers("/livez") and not pairs.gateway.answers("/health")
     assert time.monotonic() - killed < 15
     for peer in pairs.fleet.role("prefill"):
