@@ -1,13 +1,17 @@
 """Fakes and gateways for the tests of this tier. The fleets live for the whole run and are well again before each test."""
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
-from fleet import FakePeer, Fleet, GatewayProcess
+from fleet import FakePeer, Fleet, GatewayProcess, digest
 from helpers import wait_until
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 class Stack:
@@ -39,6 +43,26 @@ class Stack:
         def first() -> str | None:
             return next((pair[role] for pair in self.status()["pairs"] if pair["paired"]), None)
         return self.fleet[str(wait_until(first, 5))]
+
+    def legs(self) -> list[dict[str, Any]]:
+        """Those of our requests: what the gateway asks by itself names no user agent."""
+        return [event for event in self.fleet.log("start") if event["path"] in PATHS and "user-agent" in event["headers"]]
+
+    def none_runs(self) -> None:
+        """No leg is left at an engine: each that has started has ended, or was ended."""
+        def over() -> bool:
+            ended = {(event["peer"], event["number"]) for event in self.fleet.log("end", "gone")}
+            return all((leg["peer"], leg["number"]) in ended for leg in self.legs())
+        wait_until(over, 3, f"all legs ended; {self.fleet.log()[-12:]}")
+
+    def right(self, answer: httpx2.Response, prompt: str = "hello") -> bool:
+        """Whether this is the whole answer to a completion of 4 tokens, streamed or not."""
+        assert answer.status_code == 200, answer.text
+        if answer.headers["content-type"].startswith("text/event-stream"):
+            parts = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            text = "".join(choice["text"] for part in parts for choice in part["choices"])
+            return text == digest(prompt) + " 1 2 3" and answer.text.endswith("data: [DONE]\n\n")
+        return bool(answer.json()["choices"][0]["text"] == digest(prompt) + " 1 2 3")
 
     def recover(self) -> None:
         self.fleet.recover()
