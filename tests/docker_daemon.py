@@ -27,6 +27,7 @@ PACKAGES = {"dockerd": "docker.io", "docker-compose": "docker-compose", "deboots
 ENVIRONMENT = {**{name: text for name, text in os.environ.items() if not name.startswith(("COMPOSE_", "DOCKER_"))},
                "PATH": f"/usr/sbin:/usr/bin:/sbin:/bin:{os.environ['PATH']}", "DOCKER_HOST": f"unix://{SOCKET}",
                "DOCKER_BUILDKIT": "1", "COMPOSE_DOCKER_CLI_BUILD": "1"}     # Docker before 23 builds without BuildKit else
+COMPOSE = os.environ.get("DOCKER_COMPOSE", "docker-compose")      # the program of another release, to try the files with
 SUITE, INCLUDED = "bookworm", "python3,python3-venv,ca-certificates"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 

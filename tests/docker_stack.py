@@ -4,7 +4,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import random
 import socket
 import time
@@ -17,7 +16,6 @@ import pytest
 from helpers import wait_until
 
 FILES = ("compose.yaml", "compose.cpu.yaml")
-COMPOSE = os.environ.get("DOCKER_COMPOSE", "docker-compose")       # another release of it, to try the files with
 PROJECT = "tightrank-test"
 START_SECONDS = 480           # two engines at once on two busy cores; 25 s on quiet ones
 T = TypeVar("T")
@@ -46,7 +44,7 @@ class Stack:
 
     def compose(self, *words: str, more: tuple[Path, ...] = (), ok: bool = True, timeout: float = 900) -> str:
         files = [word for file in (*FILES, *map(str, more)) for word in ("-f", file)]
-        return docker_daemon.run(COMPOSE, *files, *words, env=self.environment, ok=ok, timeout=timeout).stdout
+        return docker_daemon.run(docker_daemon.COMPOSE, *files, *words, env=self.environment, ok=ok, timeout=timeout).stdout
 
     def down(self) -> None:
         """Nothing is left but the images."""

@@ -28,7 +28,7 @@ def checker() -> list[str | Path]:
 def merged(override: str) -> str:
     """compose.yaml and an override as docker-compose understands them, all profiles."""
     docker_daemon.install()
-    return docker_daemon.run("docker-compose", "-f", "compose.yaml", "-f", override, "config").stdout
+    return docker_daemon.run(docker_daemon.COMPOSE, "-f", "compose.yaml", "-f", override, "config").stdout
 
 
 @pytest.mark.parametrize("file", ["compose.yaml", *OVERRIDES])
@@ -62,5 +62,5 @@ def seconds(text: str) -> float:
 
 def test_without_env_file_the_profile_is_asked_for(tmp_path: Path) -> None:
     docker_daemon.install()
-    done = docker_daemon.run("docker-compose", "--project-directory", tmp_path, "-f", "compose.yaml", "config", ok=False)
+    done = docker_daemon.run(docker_daemon.COMPOSE, "--project-directory", tmp_path, "-f", "compose.yaml", "config", ok=False)
     assert done.returncode and "it is worker or pd, see .env" in done.stdout
