@@ -177,7 +177,7 @@ async def slow(stand):
 async def long_streams(stand, seconds):
     """Healthy streams of 10 minutes, one with a token each 0.1 s and one with a token each 5 s: neither is cut."""
     cell, (peer,) = Cell(), stand.fleet.role("decode")
-    quick = asyncio.ensure_future(stand.ask(tokens=int(seconds / 0.11), stream=True, limit=seconds * 2))
+    quick = asyncio.ensure_future(stand.ask(tokens=int(seconds / 0.1), stream=True, limit=seconds * 2))
     await stand.leg("decode")
     await off(peer.fault, "slow", seconds=5)
     rare = await stand.ask(tokens=int(seconds / 5), stream=True, limit=seconds * 2)
