@@ -63,6 +63,11 @@ class Ending:
         """Now: no more patience."""
         self.patience_seconds = 0.0
 
+    @property
+    def drains(self) -> bool:
+        """Whether the engine may still end what it has."""
+        return self.ask and self.killed_monotonic is None
+
     def step(self, now: float, table: ProcessTable, known: Sequence[ProcessId]) -> bool:
         """True when nothing is left."""
         self._left = [process for process in table.tree(self.main, known) if process.state not in "ZX"]

@@ -142,7 +142,7 @@ class Daemon:
         snapshot = self.watch.read([worker.watched() for worker in self.workers],
                                    BUSY_TABLE_SECONDS if moving else CALM_TABLE_SECONDS)
         for worker in self.workers:
-            worker.observe(snapshot.workers[worker.template.name], snapshot.monotonic)
+            worker.observe(snapshot)
             self.board.add_steps(worker.template.name, worker.receive())     # after its hellos: who is unknown is not heard
         return snapshot
 

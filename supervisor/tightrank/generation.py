@@ -40,6 +40,7 @@ _STEPS = list(StartStep)
 # What engines print again and again while nothing moves: no sign of progress.
 _WAITS = re.compile(r"No available shared memory broadcast block|[Ww]aiting for ")
 TAIL_LINES = 40
+OOM_SECONDS = 20.0                 # an engine may wait for a killed process of its own before it ends
 _SECRET_CHARACTERS = 4             # a shorter one would mask half of what the engine says
 
 Say = Callable[[str, str, Mapping[str, object]], None]
@@ -88,6 +89,9 @@ class Generation:
         self.lost_role: str | None = None  # of the first process that said hello and is gone
         self.over_line_steps = 0
         self.longest_step_seconds: float | None = None       # of the prefill steps
+        self._hurt_monotonic: float | None = None
+        self._oom_kills: int | None = None
+        self._oom_monotonic: float | None = None             # of the last one in this generation's life
         self._probe: Future[ProbeResult] | None = None
         self._seen = (0, 0, 0)             # processes, ranks, RSS: what counts as progress
         self._hellos: dict[ProcessId, int] = {}      # pidfd of each process that said hello; -1 once it has ended
@@ -149,9 +153,13 @@ class Generation:
 
     # --- what is seen of it -------------------------------------------------------------------------------------------
 
-    def observe(self, reading: WorkerReading, now: float) -> None:
-        """Takes in one pass of `watch`: the exit, new ranks, progress."""
+    def observe(self, reading: WorkerReading, oom_kills: int | None, now: float) -> None:
+        """Takes in one pass of `watch`: the exit, new ranks, progress; `oom_kills`: the kernel's, so far."""
         self.exit_status = self.launched.process.poll()
+        if oom_kills is not None:
+            if self._oom_kills is not None and oom_kills > self._oom_kills:
+                self._oom_monotonic = now
+            self._oom_kills = oom_kills
         for rank in (*reading.ranks, *reading.dead_ranks):
             self._meet(rank)
         self.known = {self.launched.main, *self._hellos, *(process.id for process in reading.processes)}
@@ -161,6 +169,8 @@ class Generation:
         seen = (len(reading.processes), len(reading.ranks), sum(process.rss_bytes for process in reading.processes))
         if seen[:2] != self._seen[:2] or seen[2] > self._seen[2] + _PROGRESS_BYTES:
             self.progress, self._seen = now, seen
+        if self.hurt and self._hurt_monotonic is None:
+            self._hurt_monotonic = now
 
     def _meet(self, rank: RankReading) -> None:
         if rank.id not in self._hellos:
@@ -194,7 +204,9 @@ class Generation:
     def post_mortem(self, starting: bool) -> Diagnosis:
         """What all lines and the end of the process that ended first say."""
         role = self.lost_role or "main"
-        ended = diagnose.ExitInfo(self.exit_status if role == "main" else None, starting, role)
+        hurt, oom = self._hurt_monotonic, self._oom_monotonic
+        oom_killed = hurt is not None and oom is not None and hurt - oom < OOM_SECONDS
+        ended = diagnose.ExitInfo(self.exit_status if role == "main" else None, starting, role, oom_killed)
         return diagnose.diagnose(self.spec.engine, tuple(self.lines), ended)
 
     # --- for the loop -------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
         over_line_steps=run.over_line_steps if run else 0, context_tokens=spec.context_tokens, ranks=reading.ranks,
         processes=reading.processes, hooks_wanted=spec.hooks, log_tail=worker.tail(),
         served_model=spec.served_model, address=spec.address, transfer_port=spec.transfer_port,
-        longest_step_seconds=run.longest_step_seconds if run else None)
+        longest_step_seconds=run.longest_step_seconds if run else None, drains=worker.drains)
 
 
 def _facts(reading: WorkerReading, name: str) -> list[int]:

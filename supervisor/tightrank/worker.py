@@ -27,7 +27,7 @@ from tightrank.records import (
     Line,
     Phase,
     Request,
-    WorkerReading,
+    Snapshot,
     WorkerSpec,
     WorkerView,
 )
@@ -90,11 +90,12 @@ class Worker:
     def receive(self) -> list[wire_types.Step]:
         return self.run.receive() if self.run else []
 
-    def observe(self, reading: WorkerReading, now: float) -> None:
+    def observe(self, snapshot: Snapshot) -> None:
         """Takes in one pass of `watch`."""
         if self.run is None:
             return
-        self.run.observe(reading, now)
+        now = snapshot.monotonic
+        self.run.observe(snapshot.workers[self.template.name], snapshot.memory.oom_kills, now)
         if self.phase is Phase.STARTING:
             self.run.step_probe(self._around.prober, now)
         if self.phase is Phase.UP and now - self.since > STEADY_SECONDS:
@@ -123,6 +124,11 @@ class Worker:
 
     def watched(self) -> Watched:
         return self.run.watched() if self.run else Watched(self.template.name, self.generation)
+
+    @property
+    def drains(self) -> bool:
+        """Whether it is being ended on request and its engine still serves what it has."""
+        return self._ending is not None and self._ending.drains
 
     def descriptors(self) -> list[int]:
         return self.run.descriptors() if self.run else []
@@ -226,7 +232,7 @@ class Worker:
 
     def _enter(self, phase: Phase, now: float) -> None:
         before, self.phase, self.since, self.since_unix = self.phase, phase, now, time.time()
-        self._say("phase", f"{before.value} -> {phase.value}", {"from": before.value, "to": phase.value})
+        self._say("phase", f"{before.value} -> {phase.value}", {"from": before.value, "to": phase.value, "drains": self.drains})
 
     def _blame(self, diagnosis: Diagnosis) -> None:
         self.diagnosis = diagnosis

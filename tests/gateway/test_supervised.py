@@ -125,6 +125,21 @@ def test_a_draining_worker_gets_no_more_and_ends_what_it_has(stack: Stack) -> No
     wait_until(stack.well, 10)
 
 
+def test_a_worker_that_is_stopped_on_request_ends_what_it_has(stack: Stack) -> None:
+    """The engine drains on its SIGTERM; its answer is not cut because its supervisor says that it is being ended."""
+    for peer in stack.fleet.role("decode"):
+        peer.fault("slow", seconds=0.3)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(stack.post, "/v1/completions", completion(stream=True, max_tokens=8))
+        leg = wait_until(lambda: [leg for leg in stack.legs() if leg["peer"][0] == "d"])[0]
+        assert stack.fleet.deployment.post(f"/workers/{leg['peer']}/restart").status_code < 300
+        wait_until(lambda: stack.fleet.workers()[leg["peer"]]["drains"], 5)
+        text = running.result(20).text
+    assert "[DONE]" in text and '"error"' not in text, text
+    wait_until(lambda: stack.fleet.workers()[leg["peer"]]["generation"] > int(leg["generation"]), 20)
+    stack.fleet.wait_up()
+
+
 def test_a_supervisor_that_is_not_heard_costs_no_request(stack: Stack) -> None:
     """Its stream is lost, so its workers are suspect; probes say that they are well."""
     daemon = stack.fleet.deployment.status()["guard"]["daemon_pid"]

@@ -55,6 +55,19 @@ def test_the_tightest_group_counts_and_idle_page_cache_does_not(tmp_path: Path, 
     assert reading.available_bytes == 100 * MIB
 
 
+@pytest.mark.parametrize(("line", "file", "text"), [
+    ("0::/a/b\n", "cg/a/b/memory.events", "low 0\noom 9\noom_kill 3\noom_group_kill 0\n"),
+    ("4:memory:/a/b\n", "cg/memory/a/b/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"),
+    ("1:cpu:/\n", "proc/vmstat", "nr_free_pages 7\noom_kill 3\n")])
+def test_the_kernels_kills_are_counted(tmp_path: Path, line: str, file: str, text: str) -> None:
+    group(tmp_path / "cg/a/b", 2, "max", 10, 0)
+    group(tmp_path / "cg/memory/a/b", 1, "9223372036854771712", 10, 0)
+    proc = host(tmp_path, cgroup=line)
+    assert MemoryReader(proc, tmp_path / "cg").read(1.0).oom_kills is None
+    (tmp_path / file).write_text(text)
+    assert MemoryReader(proc, tmp_path / "cg").read(1.0).oom_kills == 3
+
+
 def test_what_cannot_be_read_is_unknown_and_says_why(tmp_path: Path) -> None:
     group(tmp_path / "cg/a/b", 2, "12x", 10, 0)
     reading = MemoryReader(host(tmp_path, "MemTotal: 5 kB\n"), tmp_path / "cg").read(1.0)

@@ -56,8 +56,9 @@ class Leg:
         self.member, self.peer, self.call = member, member.peer, call
         self.opened = time.monotonic()
         self.asked = asked or self.opened
-        self.waits_since: float | None = self.opened       # for the engine's next byte; None: it is we who do not read
+        self.waits_since: float | None = self.opened       # for the engine's next word; None: it is we who do not read
         self.began = False                     # a byte of the answer has come
+        self._still_waits = False              # what came last were comments: they keep a connection alive, and prove nothing
         self.ahead_tokens = call.prompt_tokens + (member.queued_tokens if call.waiting_tokens else 0)
         self.alone, self.others = alone, others
         member.legs.add(self)
@@ -119,8 +120,10 @@ class Leg:
                 events = splitter.feed(part)
             except sse.NotEvents as error:
                 raise self._failed(Failure.GARBAGE, f"its stream is none: {error}") from None
+            self._still_waits = all(map(sse.comment, [*events, splitter.rest]))
             for event in events:
-                self._begin()
+                if not sse.comment(event):
+                    self._begin()
                 done = done or sse.last(event)
                 yield event
         if not done or splitter.rest.strip():
@@ -171,14 +174,16 @@ class Leg:
 
     async def _parts(self) -> AsyncIterator[bytes]:
         assert self._response is not None
+        waited = 0.0                           # for a word, before now
         try:
             while True:
-                self.waits_since = time.monotonic()
+                self.waits_since = time.monotonic() - waited
                 part = await self._response.content.readany()
-                self.waits_since = None
+                waited, self.waits_since = time.monotonic() - self.waits_since, None
                 if not part:
                     break
                 yield part
+                waited *= self._still_waits
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise self._failed(Failure.LOST, f"the connection ended in the answer ({type(error).__name__})") from None
         if self._failure is not None:

@@ -75,7 +75,7 @@ class Peers:
         """A generation is being ended; the list that says what it is now will come."""
         member = self.members.get(peer_id)
         if member is not None and member.peer.generation == generation and member.peer.running:
-            member.peer = replace(member.peer, phase="stopping", reason=why)
+            member.peer = replace(member.peer, phase="stopping", reason=why, drains=False)
             self._end_legs(member, why)
             self._stand(member, *_told_standing(member.peer))
 

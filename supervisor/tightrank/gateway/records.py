@@ -46,6 +46,7 @@ class Peer:
     retry_after_seconds: int | None = None
     longest_prompt_tokens: int | None = None
     chunk_tokens: int | None = None        # the largest chunk of its prefill
+    drains: bool = False                   # it is being ended on request and still serves what it has
 
     @property
     def up(self) -> bool:
@@ -55,7 +56,7 @@ class Peer:
     @property
     def running(self) -> bool:
         """Whether requests that it has may end well."""
-        return self.up or self.phase == "draining"
+        return self.up or self.phase == "draining" or self.drains
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,11 @@ def _check(event: bytes) -> None:
             raise NotEvents(f"a line that is no field of an event: {line[:80]!r}")
 
 
+def comment(event: bytes) -> bool:
+    """Whether it is a comment (or nothing): all of its lines begin with a colon."""
+    return all(line.startswith(b":") for line in event.splitlines() if line)
+
+
 def last(event: bytes) -> bool:
     """Whether a stream ends well after this event."""
     return event.startswith(DONE) or (event.startswith(b"event:") and any(name in event for name in _LAST_OF_RESPONSES))

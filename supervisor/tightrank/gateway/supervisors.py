@@ -85,7 +85,7 @@ class Supervisors:
 
     def _hear(self, url: str, event: Mapping[str, Any]) -> None:
         """The end of a generation, without waiting for the status: every request of it is told now."""
-        if event["kind"] == "phase" and event["data"].get("to") == "stopping":
+        if event["kind"] == "phase" and event["data"].get("to") == "stopping" and not event["data"].get("drains"):
             self._peers.ended(self._id(event["worker"], url), event["generation"], event["sentence"])
 
     def _id(self, worker: str, url: str) -> str:
@@ -126,7 +126,8 @@ def _peer(worker: Mapping[str, Any], peer_id: str, supervisor: str) -> Peer:
         reason=reason or worker["phase"], cause=diagnosis.get("cause"), change=diagnosis.get("change") or "",
         runbook=diagnosis.get("runbook") or "",
         retry_after_seconds=max(1, math.ceil(next_start - time.time())) if next_start else None,
-        longest_prompt_tokens=worker["longest_prompt_tokens"], chunk_tokens=line.get("maximum"))
+        longest_prompt_tokens=worker["longest_prompt_tokens"], chunk_tokens=line.get("maximum"),
+        drains=worker["drains"])
 
 
 def _pulse(body: Mapping[str, Any]) -> Pulse:

@@ -1,4 +1,4 @@
-"""Memory of this host: /proc/meminfo, pressure (PSI), and what the memory cgroups (v1 or v2) leave.
+"""Memory of this host: /proc/meminfo, pressure (PSI), what the memory cgroups (v1 or v2) leave, and the kernel's OOM kills.
 
 available = min(MemAvailable, limit - (current - inactive_file)) over our own cgroup and its ancestors: page cache that is
 not in use can be dropped and does not count as taken (the kubelet's working-set rule). The roots are parameters for tests.
@@ -31,6 +31,14 @@ class _Cgroup:
         current = int(_text(f"{self.directory}/{current_file}"))
         cache = _table(_text(f"{self.directory}/memory.stat"))[cache_key]
         return int(text), int(text) - max(current - cache, 0)
+
+    def oom_kills(self) -> int:
+        """Processes of this group that the kernel has killed. Raises OSError, ValueError, KeyError.
+
+        v2 counts the groups below too (Documentation/admin-guide/cgroup-v2.rst, memory.events), v1 does not.
+        """
+        name = {2: "memory.events", 1: "memory.oom_control"}[self.version]
+        return _table(_text(f"{self.directory}/{name}"))["oom_kill"]
 
 
 def _text(path: str) -> str:
@@ -79,7 +87,7 @@ class MemoryReader:
         some, full = self._pressure()
         known = [value for value in (available, room) if value is not None]
         return MemoryReading(monotonic, total, available, limit, room,
-                             min(known) if available is not None else None, some, full, "; ".join(why))
+                             min(known) if available is not None else None, some, full, "; ".join(why), self._oom_kills())
 
     def _meminfo(self, why: list[str]) -> tuple[int | None, int | None]:
         try:
@@ -100,6 +108,14 @@ class MemoryReader:
             if limits is not None:
                 found.append(limits)
         return min(found, key=lambda item: item[1]) if found else (None, None)
+
+    def _oom_kills(self) -> int | None:
+        try:
+            if self._groups:
+                return self._groups[0].oom_kills()
+            return _table(_text(f"{self._proc}/vmstat"))["oom_kill"]
+        except (OSError, ValueError, KeyError):
+            return None
 
     def _pressure(self) -> tuple[float | None, float | None]:
         try:

@@ -34,6 +34,7 @@ class MemoryReading:
     pressure_some_avg10: float | None      # PSI, percent
     pressure_full_avg10: float | None
     why: str = ""
+    oom_kills: int | None = None           # by the kernel in our cgroup (of the host, where there is none), since ever
 
 
 @dataclass(frozen=True, slots=True)

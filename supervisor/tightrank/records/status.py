@@ -51,6 +51,7 @@ class WorkerStatus:
     address: str = ""                      # how other machines reach it; "": not known
     transfer_port: int | None = None       # where its peers ask for KV; None: nowhere
     longest_step_seconds: float | None = None   # of the prefill steps of this generation; None: there was none
+    drains: bool = False                   # being ended on request: the requests that it has may still end well
 
 
 @dataclass(frozen=True, slots=True)
