@@ -53,10 +53,10 @@ def test_a_pair_of_sglang(tmp_path: Path) -> None:
 
 def test_a_pair_of_vllm(tmp_path: Path) -> None:
     prefill, decode = build(tmp_path, "vllm", PAIR)
-    told = flag(prefill, "--kv-transfer-config")
-    assert told is not None and told == flag(decode, "--kv-transfer-config")
-    assert json.loads(told) == {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail",
-                                "kv_connector_extra_config": {"kv_lease_duration": 30}}
+    for spec, kv_role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
+        assert json.loads(flag(spec, "--kv-transfer-config") or "") == {
+            "kv_connector": "NixlConnector", "kv_role": kv_role, "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"kv_lease_duration": 30}}
     assert [variables(spec, "VLLM_NIXL_SIDE_CHANNEL_") for spec in (prefill, decode)] == [
         {"HOST": "127.0.0.1", "PORT": "5600"}, {"HOST": "127.0.0.1", "PORT": "5601"}]
     assert [spec.transfer_port for spec in (prefill, decode)] == [5600, 5601]

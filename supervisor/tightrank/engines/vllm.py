@@ -60,7 +60,8 @@ class VLLM:
     def peering(self, peering: Peering) -> tuple[Setting, ...]:
         # kv_buffer_device is left to vLLM: the platform's own device, "cpu" on a CPU (config/kv_transfer.py)
         lease_seconds = int(min(LEASE_SECONDS, peering.patience_seconds))
-        transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "fail",
+        kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[peering.role]     # kv_both is deprecated
+        transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_load_failure_policy": "fail",
                     "kv_connector_extra_config": {"kv_lease_duration": lease_seconds}}
         return (Setting("--kv-transfer-config", json.dumps(transfer, separators=(",", ":")),
                         f"NIXL carries the KV; what fails to arrive fails the request; a prefill worker keeps KV for "
