@@ -4,7 +4,8 @@
 #                 (docker image inspect --format '{{index .RepoDigests 0}}' NAME prints NAME@sha256:...), or the word
 #                 `cpu`: an engine on the CPU and a tiny model, made here by scripts/setup. Its python3 is 3.11 or later.
 #   ENGINE, BASE, WHEELS   for `cpu` only: sglang or vllm; what to build on; an image whose / has wheels for pip to find
-#                 besides its index (PyTorch's CPU build; or name PyTorch's CPU index in PIP_EXTRA_INDEX_URL).
+#                 besides its index. PyTorch's CPU build comes from PyTorch's own index, or, where that is not reached or
+#                 PIP_EXTRA_INDEX_URL names another, from there and from these wheels.
 ARG ENGINE_IMAGE=vllm/vllm-openai:v0.32.0
 ARG BASE=debian:bookworm-slim
 ARG WHEELS=scratch

@@ -1,12 +1,15 @@
 """scripts/setup: safe to interrupt and to start twice; the models are what the engines read."""
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import ROOT, run_command
@@ -50,6 +53,23 @@ def test_two_at_once(cache: dict[str, str], tmp_path: Path, spawn: Callable[...,
     assert [process.returncode for process in both] == [0, 0]
     assert sum(b"dense: making" in output for output in outputs) == 1
     assert (made(tmp_path) / ".complete").exists()
+
+
+@pytest.mark.parametrize(("reached", "given"), [(True, ""), (False, ""), (True, "https://other.example/simple")])
+def test_torch_comes_from_its_own_index_where_that_is_reached(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: bool, given: str) -> None:
+    loader = importlib.machinery.SourceFileLoader("setup_script", str(SETUP))
+    module: Any = importlib.util.module_from_spec(importlib.util.spec_from_loader("setup_script", loader))   # type: ignore[arg-type]
+    loader.exec_module(module)
+    calls: list[str] = []
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", given)
+    module.run = lambda *argv: calls.append(" ".join(map(str, argv)))
+    module.reached = lambda url: reached
+    module.make = lambda kind, name, key, build: build(tmp_path)
+    module.environment("sglang")
+    first = [call for call in calls if f"--index-url {module.TORCH_INDEX} torch==" in call]
+    assert len(first) == (reached and not given) and "-r" in calls[-2]
+    assert not first or calls.index(first[0]) < len(calls) - 2
 
 
 def test_an_unknown_part_is_named() -> None:
