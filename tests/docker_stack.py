@@ -1,11 +1,8 @@
 """compose.yaml with compose.cpu.yaml as one project, and what it says of itself."""
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import random
-import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,22 +10,12 @@ from typing import Any, TypeVar
 
 import docker_daemon
 import pytest
-from helpers import wait_until
+from helpers import free_ports, wait_until
 
 FILES = ("compose.yaml", "compose.cpu.yaml")
 PROJECT = "tightrank-test"
 START_SECONDS = 480           # two engines at once on two busy cores; 25 s on quiet ones
 T = TypeVar("T")
-
-
-def quiet_ports(count: int) -> list[int]:
-    """Free ports below those that the kernel gives to outgoing connections, of which one may come before Docker listens."""
-    found: set[int] = set()
-    while len(found) < count:
-        port = random.randrange(20000, 32000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            found.add(port)
-    return list(found)
 
 
 class Stack:
@@ -38,7 +25,7 @@ class Stack:
         self.environment = {"COMPOSE_PROJECT_NAME": PROJECT, "ENGINE": engine, "BASE": base, "GATEWAY_BASE": base,
                             "WHEELS": wheels}
         self.compose("build")
-        self.port, *others = quiet_ports(4)               # after the build, which takes minutes
+        self.port, *others = free_ports(4)               # after the build, which takes minutes
         names = ("WORKER_PORT", "PREFILL_PORT", "DECODE_PORT")
         self.environment |= {"PORT": str(self.port), **dict(zip(names, map(str, others), strict=True))}
 

@@ -1,7 +1,9 @@
 """What tests of all tiers use: commands run to their end, waiting for something to become true, processes, ports."""
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -44,12 +46,13 @@ def tightrank(*arguments: str, timeout: float = 60.0, env: Mapping[str, str] | N
 
 
 def free_ports(count: int) -> list[int]:
-    """Different free ports: all are held at once while they are looked for."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Different free ports, below those of outgoing connections, of which one may come before we listen."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.randrange(10000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            found.add(port)
+    return list(found)
 
 
 def session_pids(session: int) -> list[int]:

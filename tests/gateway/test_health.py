@@ -126,7 +126,7 @@ def test_the_canary_is_a_real_transfer(pairs: Stack) -> None:
     wait_until(lambda: pairs.standings()["d0"] == "out", 5)
     since = time.monotonic()
     pairs.fleet["d0"].start()
-    wait_until(pairs.up, 20, f"all are up: {pairs.status()}")
+    wait_until(pairs.well, 20, f"all are up and seen to transfer: {pairs.status()}")
     assert {event["source"] for event in pairs.fleet["d0"].log("received", since=since)} == {"p0", "p1"}
 
 

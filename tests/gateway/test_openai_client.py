@@ -45,7 +45,7 @@ def test_completions_models_and_extra_fields(client: openai.OpenAI, pairs: Stack
     answer = client.completions.create(model="tiny", prompt="hello", max_tokens=4, extra_body={"top_k": 3},
                                        extra_headers={"X-Request-Id": "mine"})
     assert answer.choices[0].text == digest("hello") + " 1 2 3" and answer._request_id == "mine"
-    assert all('"top_k":3' in leg["body"].replace(" ", "") for leg in pairs.fleet.log("start"))
+    assert all('"top_k":3' in leg["body"].replace(" ", "") for leg in pairs.legs())
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 

@@ -16,7 +16,7 @@ from tightrank import launch
 from tightrank.generation import Generation
 from tightrank.readers.engine_http import Prober, probe
 from tightrank.readers.process import ProcessTable
-from tightrank.records import ActionKind, Decision, Diagnosis, Phase, WorkerSpec
+from tightrank.records import ActionKind, Decision, Diagnosis, Phase, WorkerReading, WorkerSpec
 from tightrank.worker import Surroundings, Worker
 
 KEY = "sk-of-the-engine"
@@ -94,6 +94,30 @@ def test_what_it_printed_last_is_read_before_the_cause_stands(spec: WorkerSpec, 
     assert worker.view(2.1).ended
     assert worker.diagnosis is not None and worker.diagnosis.cause == "context-exceeds-kv-pool"
     worker.apply(Decision(ActionKind.FAIL, "w", 1, "failed", worker.diagnosis), 2.2)
+
+
+@pytest.mark.parametrize(("kills", "cause"), [
+    ([(0.0, 7), (1.0, 7)], "engine-exited"),                               # of an earlier generation
+    ([(0.0, 7), (1.0, 8)], "killed-by-oom"),
+    ([(0.0, None), (1.0, 8)], "engine-exited"),                            # how many there were before is not known
+    ([(-30.0, 7), (-25.0, 8), (1.0, 8)], "engine-exited"),                 # of another process of the cgroup, long before
+    ([(0.0, 7), (1.0, 7), (1.2, 8)], "killed-by-oom")])                    # read before the kill, polled after it
+def test_the_kernel_is_blamed_for_a_kill_at_the_engines_end(
+        spec: WorkerSpec, kills: list[tuple[float, int | None]], cause: str) -> None:
+    generation = Generation(spec, os.environ, 0, lambda *_: None, -60.0)
+    seen = WorkerReading("w", 1, generation.launched.main, (), (), (), ())
+    try:
+        for now, count in kills:
+            if now >= 1.0:
+                generation.launched.process.kill()
+                generation.launched.process.wait()
+            generation.observe(seen, count, now)
+            assert generation.hurt == (now >= 1.0)
+        assert generation.post_mortem(False).cause == cause
+    finally:
+        generation.launched.process.kill()
+        generation.launched.process.wait()
+        generation.close()
 
 
 @pytest.fixture

@@ -46,6 +46,13 @@ def test_what_is_no_event_is_refused(data: bytes) -> None:
         sse.Splitter().feed(data)
 
 
+@pytest.mark.parametrize(("event", "comment"), [
+    (b": beat\n\n", True), (b":\r\n\r\n", True), (b": half of o", True), (b"", True), (b"data: {}\n\n", False), (b"da", False),
+    (b": beat\ndata: {}\n\n", False)])
+def test_a_comment_is_told_from_a_word(event: bytes, comment: bool) -> None:
+    assert sse.comment(event) is comment
+
+
 def test_an_event_without_end_is_refused() -> None:
     splitter = sse.Splitter()
     splitter.feed(b"data: " + b"x" * (sse.EVENT_BYTES - 6))
@@ -240,6 +247,16 @@ def test_a_draining_worker_gets_nothing_new_and_keeps_what_it_has() -> None:
     peers.told("http://s", [])
     assert [failure.kind for failure in leg.failures] == [Failure.ENDED]
     assert peers.members == {}
+
+
+def test_a_worker_that_is_stopped_keeps_what_it_has_until_its_patience_is_over() -> None:
+    peers, leg = Peers(), Leg()
+    peers.told("http://s", [supervised("a")])
+    peers.members["a"].legs.add(leg)
+    peers.told("http://s", [supervised("a", phase="stopping", drains=True)])
+    assert leg.failures == [] and peers.members["a"].standing is Standing.OUT
+    peers.told("http://s", [supervised("a", phase="stopping", reason="being ended: on request")])
+    assert [failure.kind for failure in leg.failures] == [Failure.ENDED]
 
 
 def test_a_failure_of_an_older_generation_says_nothing_about_this_one() -> None:

@@ -183,7 +183,7 @@ class Leg:
                 if not part:
                     break
                 yield part
-                waited *= self._still_waits
+                waited = waited if self._still_waits else 0.0
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise self._failed(Failure.LOST, f"the connection ended in the answer ({type(error).__name__})") from None
         if self._failure is not None:
