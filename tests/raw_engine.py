@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers import INJECT, kill, session_pids, wait_until
-from tightrank_adapter import wire
+from tightrank_adapter import pages, wire
 
 CACHE = Path(os.environ.get("TIGHTRANK_CACHE", Path.home() / ".cache" / "tightrank"))
 READY_SECONDS = 240  # vLLM imports for 20 s on quiet cores, 65 s on busy ones
@@ -53,7 +53,7 @@ class RawEngine:
 
     def _listen(self, settings: wire.Settings) -> None:
         wire.write_settings(str(self.directory), settings)
-        self.control = wire.ControlWriter(str(self.directory))
+        self.control = pages.ControlWriter(str(self.directory))
         self.control.publish(settings.line["budget"])
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         descriptor = os.open(self.directory, os.O_PATH)

@@ -1,17 +1,20 @@
-"""The two modules that engine and supervisor share, `line` and `wire`, loaded by path, and where the adapter lies.
+"""The modules that engine and supervisor share, loaded by path, and where the adapter lies.
 
 `adapter/inject` must never be on the supervisor's own import path: its sitecustomize and entry points are for
-engines. So the files are loaded by path, from the wheel (`tightrank/inject`) or the checkout (`adapter/inject`).
+engines. So the adapter's folder becomes a package of ours, from the wheel (`tightrank/inject`) or the checkout
+(`adapter/inject`). What is loaded of it imports the standard library and its neighbours here, and nothing else.
 """
 from __future__ import annotations
 
-import importlib.util
 import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 _HERE = Path(__file__).resolve().parent
+_PACKAGE = "tightrank._adapter"
 
 
 def _find() -> Path:
@@ -23,21 +26,15 @@ def _find() -> Path:
     raise ImportError(f"the adapter is in none of {', '.join(map(str, candidates))}; install tightrank again")
 
 
-def _load(name: str) -> ModuleType:
-    full_name = f"tightrank._adapter_{name}"
-    spec = importlib.util.spec_from_file_location(full_name, INJECT / "tightrank_adapter" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[full_name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 INJECT = _find()
 
 if TYPE_CHECKING:
-    from tightrank_adapter import line, wire
+    from tightrank_adapter import headroom, indexer, line, memory, pages, wire
 else:
-    line, wire = _load("line"), _load("wire")
+    _package = module_from_spec(ModuleSpec(_PACKAGE, None, is_package=True))
+    _package.__path__ = [str(INJECT / "tightrank_adapter")]
+    sys.modules[_PACKAGE] = _package
+    headroom, indexer, line, memory, pages, wire = (import_module(f"{_PACKAGE}.{name}")
+                                           for name in ("headroom", "indexer", "line", "memory", "pages", "wire"))
 
-__all__ = ["INJECT", "line", "wire"]
+__all__ = ["INJECT", "headroom", "indexer", "line", "memory", "pages", "wire"]

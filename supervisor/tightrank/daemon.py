@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from tightrank import act, api, decide, host, inputs, plan, serve, sockets, status
-from tightrank.adapter import wire
+from tightrank.adapter import pages
 from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
 from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
@@ -63,7 +63,7 @@ class Daemon:
         self.prober = Prober(self.wake)
         self.guard = GuardReader(self.state / "run")
         self.watch = Watch(MemoryReader(), self.guard, NvidiaReader())
-        self.beat = wire.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
+        self.beat = pages.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
         around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops)
         self.specs = plan.build(config, host.read(), inputs.read(config, os.environ))
         self.workers = [Worker(spec, around) for spec in self.specs]

@@ -29,6 +29,7 @@ STEADY_SECONDS = 60.0           # up for this long: earlier failures count no mo
 PEER_RESTART = "peer-restart"
 RESTARTS = (Request.RESTART.value, PEER_RESTART)     # reasons of a stop after which the worker starts again
 _PEER = {"prefill": "decode", "decode": "prefill"}
+_AS_ASKED = ("in-force", "observing")
 _SERVED = (Phase.UP, Phase.DRAINING)
 
 
@@ -195,7 +196,7 @@ def missing_hooks(hook_roles: Sequence[tuple[str, str, int]], ranks: Sequence[Ra
     missing = []
     for hook, role, count in hook_roles:
         holders = [rank for rank in ranks if rank.role == role and rank.alive]
-        in_force = sum(rank.hooks.get(hook, {}).get("state") == "in-force" for rank in holders)
+        in_force = sum(rank.hooks.get(hook, {}).get("state") in _AS_ASKED for rank in holders)
         if in_force < count:
             missing.append((hook, f"wanted on {count} {role}, found on {in_force} ({len(holders)} said hello)"))
     return missing

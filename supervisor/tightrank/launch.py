@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tightrank.adapter import INJECT, wire
+from tightrank.adapter import INJECT, pages, wire
 from tightrank.logs import Pipe
 from tightrank.readers.process import read_process
 from tightrank.readers.ranks import RecordSocket
@@ -27,7 +27,7 @@ class Launched:
     descriptor: int                    # pidfd of the main process
     pipes: tuple[Pipe, ...]
     records: RecordSocket
-    control: wire.ControlWriter | None
+    control: pages.ControlWriter | None
 
 
 def engine_environment(spec: WorkerSpec, ours: Mapping[str, str]) -> dict[str, str]:
@@ -39,16 +39,16 @@ def engine_environment(spec: WorkerSpec, ours: Mapping[str, str]) -> dict[str, s
     return environment
 
 
-def prepare(spec: WorkerSpec) -> tuple[RecordSocket, wire.ControlWriter | None]:
+def prepare(spec: WorkerSpec) -> tuple[RecordSocket, pages.ControlWriter | None]:
     """Makes the generation's run directory (0700) and what the adapter looks for in it. Raises OSError."""
     directory = Path(spec.run_directory)
     shutil.rmtree(directory, ignore_errors=True)       # a generation number is used once: only a torn start leaves one
     directory.mkdir(mode=0o700, parents=True)
-    line = {"budget": spec.line.budget, **spec.line.keywords()} if spec.line else {}
-    wire.write_settings(str(directory), wire.Settings(spec.name, spec.generation, spec.engine, spec.hooks, line))
+    hooks = {hook: dict(values) for hook, values in spec.hooks.items()}
+    wire.write_settings(str(directory), wire.Settings(spec.name, spec.generation, spec.engine, hooks))
     control = None
     if spec.line:
-        control = wire.ControlWriter(str(directory))
+        control = pages.ControlWriter(str(directory))
         control.publish(spec.line.budget)
     return RecordSocket(directory), control
 

@@ -39,7 +39,7 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
         diagnosis=worker.diagnosis, line=_line(spec.line, reading),
         line_budget=min(_facts(reading, "line_budget"), default=spec.line.budget) if spec.line else None,
         over_line_steps=run.over_line_steps if run else 0, context_tokens=spec.context_tokens, ranks=reading.ranks,
-        processes=reading.processes, hooks_wanted=spec.hooks, log_tail=worker.tail(),
+        processes=reading.processes, hooks_wanted=tuple(spec.hooks), log_tail=worker.tail(),
         served_model=spec.served_model, address=spec.address, transfer_port=spec.transfer_port,
         longest_step_seconds=run.longest_step_seconds if run else None, drains=worker.drains)
 

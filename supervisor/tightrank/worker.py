@@ -112,7 +112,7 @@ class Worker:
             name=spec.name, engine=spec.engine, role=spec.role, phase=self.phase, generation=self.generation,
             since_monotonic=self.since, started_monotonic=run.started if run else self.since,
             progress_monotonic=run.progress if run else self.since, start_stall_seconds=spec.start_stall_seconds,
-            hooks=spec.hooks, hook_roles=hook_roles(spec), exit_status=run.exit_status if run else None,
+            hooks=tuple(spec.hooks), hook_roles=hook_roles(spec), exit_status=run.exit_status if run else None,
             proof=run.proof if run else None,
             post_mortem=run.post_mortem(self.phase is Phase.STARTING) if run and run.hurt and running else None,
             fault_since_monotonic=run.fault_since if run else None, probe=run.result if run else None,

@@ -43,7 +43,7 @@ class Place:
         self.run, self.path = root / "run", root / "path"
         self.run.mkdir(mode=0o700)
         self.path.mkdir()
-        wire.write_settings(str(self.run), wire.Settings("w", 3, "sglang", ("ranks", "line"), LINE))
+        wire.write_settings(str(self.run), wire.Settings("w", 3, "sglang", {"ranks": {}, "line": LINE}))
 
     def write(self, name: str, text: str) -> None:
         file = self.path / name

@@ -38,13 +38,13 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Adapter]]:
     directory.mkdir(mode=0o700)
     receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
-    def start(**line: Any) -> Adapter:
-        modules = {name: importlib.import_module(f"tightrank_adapter.{name}") for name in ("fault", "rank", "wire")}
+    def start(**drill: Any) -> Adapter:
+        modules = {name: importlib.import_module(f"tightrank_adapter.{name}") for name in ("fault", "pages", "rank", "wire")}
         wire = modules["wire"]
         descriptor = os.open(directory, os.O_PATH)
         receiver.bind(wire.socket_address(str(directory), descriptor))
         os.close(descriptor)
-        wire.write_settings(str(directory), wire.Settings("w", 1, "sglang", ("ranks", "line"), line))
+        wire.write_settings(str(directory), wire.Settings("w", 1, "sglang", {"ranks": {}, "line": {}}, drill))
         modules["rank"].settings(str(directory))
         modules["rank"].hello("main", rank=1)
         return Adapter(directory=directory, socket=receiver, **modules)
@@ -160,7 +160,7 @@ def test_an_unwritable_run_directory_harms_nobody(begin: Callable[..., Adapter],
 @pytest.mark.parametrize(("ranks", "raises"), [(None, True), ([1], True), ([0, 2], False)])
 def test_a_drill_raises_in_our_part_on_its_ranks(begin: Callable[..., Adapter], engine: type[Engine],
                                                  ranks: list[int] | None, raises: bool) -> None:
-    adapter = begin(drill={"where": "Engine.run", "ranks": ranks})
+    adapter = begin(where="Engine.run", ranks=ranks)
     adapter.fault.wrap(engine, "run", "line", before=lambda self, first: None)
     assert engine().run(1) == 1
     assert bool(adapter.received()) == raises
@@ -183,7 +183,7 @@ def test_steps_and_beats_are_counted(begin: Callable[..., Adapter]) -> None:
     [step] = adapter.received()
     assert (step.rows, step.width, step.budget, step.sequence, step.rank) == (25, 120, 9_000, 1, 1)
     adapter.rank.beat()
-    beat = adapter.wire.BeatReader(str(adapter.directory), os.getpid()).read()
+    beat = adapter.pages.BeatReader(str(adapter.directory), os.getpid()).read()
     assert (beat.steps, beat.prefill_tokens, beat.in_flight) == (1, 25, 4)
 
 

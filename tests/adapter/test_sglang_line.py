@@ -69,7 +69,7 @@ class Engine:
     """SGLang's loop over the waiting queue, with the hooked adder of a fresh class."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, held: Any, page: int = 1, size: int = 1024) -> None:
-        monkeypatch.setattr(rank, "_settings", SimpleNamespace(line={}, hooks=("line",), generation=1, engine="sglang"))
+        monkeypatch.setattr(rank, "_settings", wire.Settings("w", 1, "sglang", {"line": {}}))
         monkeypatch.setattr(line, "_line", held)
         monkeypatch.setattr(fault, "_counts", {})
         self.adder = type("PrefillAdder", (Adder,), {})

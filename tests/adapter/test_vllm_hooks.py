@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from helpers import INJECT
-from tightrank_adapter import wire
+from tightrank_adapter import pages, wire
 from tightrank_adapter.vllm import steps
 
 LINE = {"budget": 1_000_000, "minimum": 128, "maximum": 1024, "granule": 64, "rule": "span", "step": "granule"}
 PROGRAM = """
 import json, os, sys
 from types import SimpleNamespace as Bag
-from tightrank_adapter import rank, wire
+from tightrank_adapter import pages, rank, wire
 from tightrank_adapter.vllm import line
 import tightrank_adapter.fault
 rank.settings(sys.argv[1])
@@ -58,10 +58,10 @@ print(json.dumps({"output": vars(output), "name": type(scheduler).__qualname__})
 def drive(directory: Path, page: int | None = None, **more: Any) -> tuple[wire.Hello, dict[str, Any]]:
     """Runs PROGRAM as an engine core: its hello, and what its scheduler put out."""
     directory.chmod(0o700)
-    wire.write_settings(str(directory), wire.Settings("w", 1, "vllm", ("line",),
-                                                      {**LINE, "drill": {"where": more.pop("drill", "")}}))
+    wire.write_settings(str(directory), wire.Settings("w", 1, "vllm", {"line": LINE},
+                                                      {"where": more.pop("drill", "")}))
     if page is not None:
-        wire.ControlWriter(str(directory)).publish(page)
+        pages.ControlWriter(str(directory)).publish(page)
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(directory), json.dumps(more)], capture_output=True,
                           text=True, timeout=60, env={"PYTHONPATH": str(INJECT)}, check=False)
     assert done.returncode == 0, done.stderr

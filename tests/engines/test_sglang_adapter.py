@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers import ROOT, free_ports, wait_until
 from raw_engine import RawEngine, interpreter, wire
-from tightrank_adapter import line
+from tightrank_adapter import line, pages
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -37,8 +37,7 @@ def start(dense_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
               env: dict[str, str] | None = None) -> RawEngine:
         while running:
             running.pop().stop()
-        values = {"budget": BUDGET, **KEYWORDS, **({"drill": drill} if drill else {})}
-        settings = wire.Settings("w", 1, "sglang", ("ranks", "line"), values)
+        settings = wire.Settings("w", 1, "sglang", {"ranks": {}, "line": {"budget": BUDGET, **KEYWORDS}}, drill or {})
         port = free_ports(1)[0]
         program = ["-I", "-c", ISOLATED, STUBS] if isolated else ["-m", "sglang.launch_server"]
         argv = [interpreter("sglang"), *program, "--model-path", dense_model, "--port", str(port), *FLAGS, *flags]
@@ -197,12 +196,12 @@ def test_greedy_output_is_that_of_the_engine_alone(engine: RawEngine, expected: 
 
 def test_peak_time_and_beat_are_measured(engine: RawEngine) -> None:
     pid, before = engine.hello("scheduler").pid, mark(engine)
-    first = wire.BeatReader(str(engine.directory), pid).read()
+    first = pages.BeatReader(str(engine.directory), pid).read()
     generate(engine, prompt(500, 400))
     [step] = engine.steps_until(before, 500)
     assert step.pid == pid and step.milliseconds > 0
     assert step.peak_bytes is not None and step.peak_bytes > 50 << 20
-    last = wire.BeatReader(str(engine.directory), pid).read()
+    last = pages.BeatReader(str(engine.directory), pid).read()
     assert last.loops > first.loops and last.steps > first.steps
     assert last.prefill_tokens - first.prefill_tokens >= 500
     assert not engine.faults()

@@ -170,7 +170,7 @@ def wrapper(directory: Path, change: str) -> Path:
 
 
 def test_a_fault_on_one_of_two_ranks_ends_the_generation(make: Make, tmp_path: Path) -> None:
-    program = wrapper(tmp_path, "line['drill'] = {'where': 'PrefillAdder.add_one_req', 'ranks': [1]}")
+    program = wrapper(tmp_path, "settings['drill'] = {'where': 'PrefillAdder.add_one_req', 'ranks': [1]}")
     deployment = make("sglang", (*POOL["sglang"],), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, command=[str(program)],
                       tensor_parallel=2, settings={"limits": {"restarts": 0}})
     worker = deployment.wait_phase("failed", timeout=START_SECONDS)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from helpers import wait_until
 from raw_engine import CACHE, RawEngine, interpreter
-from tightrank_adapter import line, wire
+from tightrank_adapter import line, pages, wire
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -37,8 +37,8 @@ def serve(directory: Path, port: int, settings: wire.Settings | None, *python: s
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"})
 
 
-def settings(**more: Any) -> wire.Settings:
-    return wire.Settings("solo", 3, "vllm", ("ranks", "line"), {**LINE, **more})
+def settings(drill: dict[str, Any] | None = None, **more: Any) -> wire.Settings:
+    return wire.Settings("solo", 3, "vllm", {"ranks": {}, "line": {**LINE, **more}}, drill or {})
 
 
 def complete(engine: RawEngine, prompt: Sequence[int]) -> list[int]:
@@ -195,12 +195,12 @@ def test_too_long_a_prompt_is_refused_by_the_engine(steered: RawEngine) -> None:
 
 def test_beats_say_that_nothing_is_left_in_flight(steered: RawEngine) -> None:
     complete(steered, tokens(300, 130))
-    beats = wire.BeatReader(str(steered.directory), steered.hello("engine-core").pid)
+    beats = pages.BeatReader(str(steered.directory), steered.hello("engine-core").pid)
     wait_until(lambda: beats.read().in_flight == 0, 10, "in flight 0")
     loops = beats.read().loops
     complete(steered, tokens(300, 131))
     assert beats.read().loops > loops
-    worker = wire.BeatReader(str(steered.directory), steered.hello("worker").pid).read()
+    worker = pages.BeatReader(str(steered.directory), steered.hello("worker").pid).read()
     assert worker.steps == len(steered.steps())
     assert worker.prefill_tokens == sum(step.rows for step in steered.steps())
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 try:
-    from tightrank_adapter import line, wire
+    from tightrank_adapter import line, pages, wire
 except ImportError:
     line = wire = None
 
@@ -58,7 +58,7 @@ class Telemetry:
             engine_version="0.0.0+fake", worker=self.settings.worker, generation=self.settings.generation, rank=rank,
             tp_rank=rank, pp_rank=None if rank is None else 0, dp_rank=None, device=None, hooks=hooks, facts=facts)
         wire.write_hello(self.directory, self.said)
-        self.beat = wire.BeatWriter(self.directory)
+        self.beat = pages.BeatWriter(self.directory)
         self.sender = wire.Sender(self.directory)
 
     def _hook(self, hook, last):
@@ -73,7 +73,7 @@ class Telemetry:
     def published_budget(self):
         """What the supervisor's control page says now; None when it says nothing yet."""
         try:
-            self.control = self.control or wire.ControlReader(self.directory)
+            self.control = self.control or pages.ControlReader(self.directory)
             return self.control.budget()
         except (OSError, wire.WireError):
             return None

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 from fleet import FakePeer, Fleet, completion
 from helpers import INJECT, wait_until
-from tightrank_adapter import wire
+from tightrank_adapter import pages, wire
 
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -168,13 +168,13 @@ def test_faults_that_never_end(vllm: Fleet, kind: str) -> None:
 def test_beats_are_the_loops(engine: str, spawn: Callable[..., subprocess.Popen[bytes]], tmp_path: Path) -> None:
     """Idle: SGLang beats, vLLM is silent. In flight: both beat. A rank that is blocked stops them, and HTTP still accepts."""
     tmp_path.chmod(0o700)
-    wire.write_settings(str(tmp_path), wire.Settings("w0", 3, engine, ("ranks",), {}))
+    wire.write_settings(str(tmp_path), wire.Settings("w0", 3, engine, {"ranks": {}}))
     peer = FakePeer(engine, "w0", "both")
     spawn(peer.argv(), {"TIGHTRANK_ADAPTER": str(tmp_path), "PYTHONPATH": str(INJECT)})
     wait_until(peer.ready)
     role = "engine-core" if engine == "vllm" else "scheduler"
     hello = next(hello for hello in hellos(tmp_path) if hello.role == role)
-    page = wire.BeatReader(str(tmp_path), hello.pid)
+    page = pages.BeatReader(str(tmp_path), hello.pid)
 
     def turns() -> int:
         before = page.read().loops

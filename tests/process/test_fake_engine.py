@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from helpers import FAKE_ENGINE, INJECT, kill, processes, session_pids, wait_until
-from tightrank_adapter import line, wire
+from tightrank_adapter import line, pages, wire
 
 LINE = {"budget": 1_500_000, "minimum": 64, "maximum": 1024, "granule": 64, "rule": "span", "step": "granule"}
 
@@ -61,8 +61,8 @@ def start(spawn: Callable[..., subprocess.Popen[bytes]], tmp_path: Path, free_po
     records.setblocking(False)
 
     def begin(engine: str, *flags: str, ready: bool = True, **keywords: Any) -> Fake:
-        wire.write_settings(str(directory), wire.Settings("w0", 3, engine, ("ranks", "line"), LINE))
-        wire.ControlWriter(str(directory)).publish(LINE["budget"])
+        wire.write_settings(str(directory), wire.Settings("w0", 3, engine, {"ranks": {}, "line": LINE}))
+        pages.ControlWriter(str(directory)).publish(LINE["budget"])
         argv = [sys.executable, FAKE_ENGINE, "--engine", engine, "--port", str(free_port), "--load-seconds", "0.1",
                 *flags]
         process = spawn(argv, {"TIGHTRANK_ADAPTER": str(directory), "PYTHONPATH": str(INJECT)}, **keywords)
@@ -168,7 +168,7 @@ def test_serve_then_die(start: Start) -> None:
 @pytest.mark.parametrize("flag", ["--freeze", "--block-in-futex"])
 def test_a_wedged_rank_stops_beating_and_answering(start: Start, flag: str) -> None:
     fake = start("sglang", flag)
-    reader = wire.BeatReader(str(fake.directory), fake.hellos()["scheduler0"].pid)
+    reader = pages.BeatReader(str(fake.directory), fake.hellos()["scheduler0"].pid)
     wait_until(lambda: time.monotonic_ns() - reader.read().monotonic_ns > 1_000_000_000, what="a beat one second old")
     assert fake.call("/generate", {"input_ids": [1]}, timeout=1) == (0, None)
     assert fake.process.poll() is None

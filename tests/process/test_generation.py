@@ -26,7 +26,7 @@ KEY = "sk-of-the-engine"
 def spec(tmp_path: Path) -> WorkerSpec:
     return WorkerSpec(
         name="w", engine="vllm", role="both", argv=("sh", "-c", f"echo \"api_key='{KEY}'\"; exec sleep 60"), env={},
-        host="127.0.0.1", port=1, model="/m", served_model="m", tensor_parallel=1, pipeline_parallel=1, devices=(), hooks=(),
+        host="127.0.0.1", port=1, model="/m", served_model="m", tensor_parallel=1, pipeline_parallel=1, devices=(), hooks={},
         line=None, context_tokens=None, schedule=(), drain_seconds=1, start_stall_seconds=1, api_key=KEY, generation=1,
         run_directory=str(tmp_path / "w-1"))
 

@@ -20,7 +20,7 @@ import pytest
 from common import UNKNOWN
 from helpers import ROOT, SUPERVISOR, kill, wait_until
 from memory import MemAvailable
-from tightrank_adapter import wire
+from tightrank_adapter import pages, wire
 
 MIB = 1 << 20
 HOG = [sys.executable, str(ROOT / "tests" / "fakes" / "hog.py")]
@@ -78,7 +78,7 @@ class Guarded:
     def page(self) -> Page:
         def read() -> Page | None:
             try:
-                return Page(*wire.Page(str(self.directory / "guard.page"), "13Q", False).read())
+                return Page(*pages.Page(str(self.directory / "guard.page"), "13Q", False).read())
             except (OSError, ValueError, wire.WireError):
                 return None
         return wait_until(read, what="guard.page is written")
@@ -324,7 +324,7 @@ def test_page_tells_what_is_so(start: Start) -> None:
     assert page.floor_bytes == 5 * MIB and page.stops == 0 and page.last_stop_monotonic_ns == UNKNOWN
     assert page.lowest_available_bytes <= page.available_bytes <= psutil.virtual_memory().total
     assert page.daemon_starts == 1 and page.daemon_beat_age_ns == UNKNOWN
-    beat = wire.Page(str(guarded.directory / "daemon.beat"), "Q", True)
+    beat = pages.Page(str(guarded.directory / "daemon.beat"), "Q", True)
     beat.write(time.monotonic_ns() - 5 * 10**9)
     wait_until(lambda: 5 * 10**9 <= guarded.page().daemon_beat_age_ns < 60 * 10**9, what="age of the beat")
     with (guarded.directory / "daemon.beat").open("r+b") as file:

@@ -18,7 +18,7 @@ from helpers import SUPERVISOR, wait_until
 from memory import Available, Cgroup, memory_cgroups
 from page import Page
 from processes import Process, descendants, fastest_growing, parse_stat, process, walk
-from tightrank_adapter import wire
+from tightrank_adapter import pages, wire
 
 GIB = 1 << 30
 V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -124,13 +124,13 @@ def test_reader_never_takes_a_page_that_is_half_written(tmp_path: Path, spawn: C
     path = str(tmp_path / "page")
     Page(path, 13)
     spawn([sys.executable, "-I", "-S", "-c", WRITER, str(SUPERVISOR / "tightrank" / "guard"), path])
-    reader = wire.Page(path, "13Q", False)
+    reader = pages.Page(path, "13Q", False)
     wait_until(lambda: readable(reader))
     seen = {values for _ in range(200_000) if (values := readable(reader))}
     assert len(seen) > 1 and all(set(values) == {values[0]} and values[0] for values in seen)
 
 
-def readable(page: wire.Page) -> tuple[int, ...]:
+def readable(page: pages.Page) -> tuple[int, ...]:
     try:
         return page.read()
     except wire.WireError:
@@ -140,7 +140,7 @@ def readable(page: wire.Page) -> tuple[int, ...]:
 def test_page_reads_only_what_is_whole(tmp_path: Path) -> None:
     path, page = tmp_path / "page", Page(str(tmp_path / "page"), 1)
     assert page.read() is None
-    wire.Page(str(path), "Q", True).write(7)
+    pages.Page(str(path), "Q", True).write(7)
     assert page.read() == (7,)
     for torn in ((3, 1, 8), (0, 1, 8), (4, 2, 8)):  # being written, not yet written, of another version
         path.write_bytes(struct.pack("<QQQ", *torn).ljust(4096, b"\0"))

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from helpers import wait_until
-from tightrank.adapter import INJECT, wire
+from tightrank.adapter import INJECT, pages, wire
 from tightrank.readers.ranks import RankReader, RecordSocket
 from tightrank.records import ProcessId
 
 SEND = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-from tightrank_adapter import wire
+from tightrank_adapter import pages, wire
 directory, pid, generation = sys.argv[2], int(sys.argv[3]) or os.getpid(), int(sys.argv[4])
 wire.Sender(directory).send(wire.Fault(generation, pid, "line", "here", "E", False))
 print(os.getpid())
@@ -82,7 +82,7 @@ def test_hellos_of_others_are_problems_and_not_ranks(directory: Path) -> None:
     ranks, problems = reader.read(lambda _: True, lambda _: (5, ""))
     assert [rank.id.pid for rank in ranks] == [os.getpid()] and len(problems) == 7
     assert ranks[0].beat_age_seconds is None and ranks[0].available_bytes == 5
-    wire.BeatWriter(str(directory)).beat()
+    pages.BeatWriter(str(directory)).beat()
     ranks, _ = reader.read(lambda _: True, lambda _: (None, "unreadable"))
     assert ranks[0].loops == 2 and ranks[0].available_bytes is None and ranks[0].available_why == "unreadable"
     reader.close()

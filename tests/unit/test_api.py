@@ -17,7 +17,7 @@ import httpx2
 import pytest
 from helpers import wait_until
 from samples import TOO_SMALL, failed, process, rank, status, worker
-from tightrank.adapter import wire
+from tightrank.adapter import pages, wire
 from tightrank.api import (
     MOST_REQUESTS,
     ApiSettings,
@@ -340,13 +340,13 @@ def test_a_beat_out_of_range_is_refused(shared: Api, beat: str) -> None:
 
 # --- pulse ------------------------------------------------------------------------------------------------------------
 
-def own_rank(state: Path) -> tuple[RankReading, wire.BeatWriter]:
+def own_rank(state: Path) -> tuple[RankReading, pages.BeatWriter]:
     """This process as the scheduler of w0's generation 3."""
     run = state / "run" / "w0-3"
     run.mkdir(parents=True)
     found = read_process(os.getpid())
     assert found is not None
-    return rank(id=found.id), wire.BeatWriter(str(run))
+    return rank(id=found.id), pages.BeatWriter(str(run))
 
 
 def test_a_pulse_is_read_at_that_moment(api: Api, tmp_path: Path) -> None:

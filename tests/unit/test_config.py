@@ -93,7 +93,7 @@ def test_the_smallest_file(read: Read, tmp_path: Path) -> None:
      "ends"),
     (GOOD + "hooks: line\n", "tightrank.yaml:5: hooks: must be a list, for example [a, b]"),
     (GOOD + "hooks: [ranks, lines]\n", "tightrank.yaml:5: hooks: [ranks, lines] has 'lines', which must be one of "
-     "ranks, line"),
+     "ranks, line, indexer, headroom, empty-cache, heads"),
     (GOOD + "hooks: [line, line]\n", "tightrank.yaml:5: hooks: line, line: name each hook once"),
     (GOOD + "name: !!python/object/apply:os.system ['true']\n",
      "tightrank.yaml:5: name: must be a single value, not a list or a mapping"),

@@ -7,9 +7,9 @@ import resource
 from pathlib import Path
 
 import pytest
-from tightrank.adapter import wire
+from tightrank.adapter import memory, pages, wire
 from tightrank.readers.guard import GuardReader
-from tightrank.readers.memory import MemoryReader, meminfo, pressure
+from tightrank.readers.memory import MemoryReader, pressure
 from tightrank.readers.process import Process, ProcessTable, marked, parse_stat, read_process
 from tightrank.records import ProcessId
 from tightrank.watch import _alive
@@ -82,7 +82,7 @@ def test_a_container_that_names_the_hosts_path_reads_its_own_mount(tmp_path: Pat
 
 
 def test_odd_lines_are_left_out() -> None:
-    assert meminfo("A: 1 kB\nHugePages: 3\nnonsense\nB: x kB\n:\n") == {"A": 1024, "HugePages": 3}
+    assert memory.meminfo("A: 1 kB\nHugePages: 3\nnonsense\nB: x kB\n:\n") == {"A": 1024, "HugePages": 3}
     assert pressure("some avg10=2.0 total=1\n") == {"some": 2.0}
 
 
@@ -147,7 +147,7 @@ def test_leftovers_are_found_by_their_mark(tmp_path: Path) -> None:
 def test_the_guards_page_and_last_record(tmp_path: Path) -> None:
     reader = GuardReader(tmp_path)
     assert reader.read() == {}
-    page = wire.Page(str(tmp_path / "guard.page"), "13Q", True)
+    page = pages.Page(str(tmp_path / "guard.page"), "13Q", True)
     page.write(7, 8, 9, 10, 2**64 - 1, 12, 13, 1, 15, 16, 1, 0, 18)
     (tmp_path / "guard.jsonl").write_text(json.dumps({"available_bytes": 3}) + "\n" + '{"torn')
     values = reader.read()

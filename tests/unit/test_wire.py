@@ -15,9 +15,9 @@ import pytest
 from helpers import INJECT
 from hypothesis import given
 from hypothesis import strategies as st
-from tightrank_adapter import wire
+from tightrank_adapter import pages, wire
 
-SETTINGS = wire.Settings("w", 3, "vllm", ("ranks", "line"), {"budget": 200_000_000, "minimum": 256})
+SETTINGS = wire.Settings("w", 3, "vllm", {"ranks": {}, "line": {"budget": 200_000_000, "minimum": 256}})
 HELLO = wire.Hello(pid=12, start_time=34, role="worker", engine="vllm", engine_version="0.32.0", worker="w", generation=3,
                    rank=0, tp_rank=0, pp_rank=0, dp_rank=None, device=None,
                    hooks={"ranks": {"state": wire.IN_FORCE, "wanted": "", "found": ""}}, facts={"granule_tokens": 64})
@@ -57,17 +57,17 @@ def test_a_foreign_datagram_is_a_wire_error(datagram: bytes) -> None:
 
 
 @pytest.mark.parametrize("datagram", [
-    wire.encode(STEP)[:-5], wire.encode(STEP).replace(b"[1,", b"[2,", 1), wire.encode(STEP).replace(b'"step"', b'"hop"'),
-    b'[1,"step"]', b'[1,["step"]]', b"\xff\xfe"])
+    wire.encode(STEP)[:-5], wire.encode(STEP).replace(b"[2,", b"[3,", 1), wire.encode(STEP).replace(b'"step"', b'"hop"'),
+    b'[2,"step"]', b'[2,["step"]]', b"\xff\xfe"])
 def test_a_torn_or_later_record_is_a_wire_error(datagram: bytes) -> None:
     with pytest.raises(wire.WireError, match=r"^record: "):
         wire.decode(datagram)
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", "not JSON"), ('{"schema": 1, "pid"', "not JSON"), ("[]", "schema None, wanted 1"),
-    ('{"schema": 2}', "schema 2, wanted 1: adapter and supervisor are of different versions"),
-    ('{"schema": 1}', "field pid is missing")])
+    ("", "not JSON"), ('{"schema": 2, "pid"', "not JSON"), ("[]", "schema None, wanted 2"),
+    ('{"schema": 1}', "schema 1, wanted 2: adapter and supervisor are of different versions"),
+    ('{"schema": 2}', "field pid is missing")])
 def test_a_hello_of_another_form_names_its_path(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "hello-1.json"
     path.write_text(text)
@@ -77,7 +77,7 @@ def test_a_hello_of_another_form_names_its_path(tmp_path: Path, text: str, messa
 
 def test_fields_of_a_later_minor_change_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "hello-1.json"
-    path.write_text(json.dumps({**HELLO._asdict(), "schema": 1, "later": True}))
+    path.write_text(json.dumps({**HELLO._asdict(), "schema": 2, "later": True}))
     assert wire.read_json(str(path), wire.Hello) == HELLO
 
 
@@ -88,13 +88,13 @@ def test_the_start_time_names_this_process() -> None:
 
 
 def test_beat_and_control_pages(tmp_path: Path) -> None:
-    writer = wire.BeatWriter(str(tmp_path))
+    writer = pages.BeatWriter(str(tmp_path))
     writer.steps, writer.prefill_tokens, writer.in_flight = 5, 4096, 2
     writer.beat()
-    beat = wire.BeatReader(str(tmp_path), os.getpid()).read()
+    beat = pages.BeatReader(str(tmp_path), os.getpid()).read()
     assert (beat.pid, beat.loops, beat.steps, beat.prefill_tokens, beat.in_flight) == (os.getpid(), 2, 5, 4096, 2)
-    control = wire.ControlWriter(str(tmp_path))
-    reader = wire.ControlReader(str(tmp_path))
+    control = pages.ControlWriter(str(tmp_path))
+    reader = pages.ControlReader(str(tmp_path))
     for budget in (1, 2**40, 7):
         control.publish(budget)
         assert reader.budget() == budget
@@ -102,8 +102,8 @@ def test_beat_and_control_pages(tmp_path: Path) -> None:
 
 
 def test_a_page_that_nobody_wrote_or_that_is_being_written(tmp_path: Path) -> None:
-    page = wire.Page(str(tmp_path / "page"), "2Q", True)
-    reader = wire.Page(str(tmp_path / "page"), "2Q", False)
+    page = pages.Page(str(tmp_path / "page"), "2Q", True)
+    reader = pages.Page(str(tmp_path / "page"), "2Q", False)
     with pytest.raises(wire.WireError, match="not written yet"):
         reader.read()
     page.write(1, 2)
@@ -115,19 +115,19 @@ def test_a_page_that_nobody_wrote_or_that_is_being_written(tmp_path: Path) -> No
 
 
 def test_a_page_of_another_schema(tmp_path: Path) -> None:
-    wire.Page(str(tmp_path / "page"), "Q", True).write(1)
+    pages.Page(str(tmp_path / "page"), "Q", True).write(1)
     with open(tmp_path / "page", "r+b") as file:
         file.seek(8)
         file.write((9).to_bytes(8, "little"))
-    with pytest.raises(wire.WireError, match="schema 9, wanted 1"):
-        wire.Page(str(tmp_path / "page"), "Q", False).read()
+    with pytest.raises(wire.WireError, match="schema 9, wanted 2"):
+        pages.Page(str(tmp_path / "page"), "Q", False).read()
 
 
 _WRITER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from tightrank_adapter import wire
-page, number = wire.Page(sys.argv[2], "3Q", True), 2**60
+from tightrank_adapter import pages, wire
+page, number = pages.Page(sys.argv[2], "3Q", True), 2**60
 while True:
     number += 1
     page.write(number, number, number)
@@ -137,7 +137,7 @@ while True:
 def test_a_reader_never_sees_half_a_page(tmp_path: Path, spawn: Callable[..., Any]) -> None:
     """A process that writes without pause: all values that are read together were written together."""
     path, seen = tmp_path / "page", set()
-    reader = wire.Page(str(path), "3Q", True)
+    reader = pages.Page(str(path), "3Q", True)
     spawn([sys.executable, "-I", "-c", _WRITER, str(INJECT), str(path)])
     deadline = time.monotonic() + 60
     while len(seen) < 20_000:
@@ -207,7 +207,7 @@ def test_a_run_directory_may_have_a_long_path(tmp_path: Path) -> None:
     ("facts", {"faults": [{"hook": "line", "where": [], "error": "", "replicated": True}]})])
 def test_a_hello_with_a_field_of_another_form_is_a_wire_error(tmp_path: Path, field: str, value: Any) -> None:
     path = tmp_path / "hello-12.json"
-    path.write_text(json.dumps({**HELLO._asdict(), "schema": 1, field: value}))
+    path.write_text(json.dumps({**HELLO._asdict(), "schema": 2, field: value}))
     with pytest.raises(wire.WireError, match=r"field|form"):
         wire.read_json(str(path), wire.Hello)
 
@@ -236,7 +236,7 @@ def test_a_record_that_never_fits_holds_up_no_other(tmp_path: Path) -> None:
 
 def test_a_page_has_its_block_before_anything_is_written(tmp_path: Path) -> None:
     """A full disk must be an OSError here and not a SIGBUS at the first write."""
-    wire.Page(str(tmp_path / "page"), "Q", True)
+    pages.Page(str(tmp_path / "page"), "Q", True)
     assert (tmp_path / "page").stat().st_blocks * 512 >= 4096
 
 

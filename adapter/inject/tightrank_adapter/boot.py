@@ -24,6 +24,8 @@ HOOKS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("ranks", "sglang.srt.managers.data_parallel_controller", "tightrank_adapter.sglang.ranks:controller"),
         ("ranks", "sglang.srt.entrypoints.engine", "tightrank_adapter.sglang.ranks:main"),
         ("line", "sglang.srt.managers.scheduler", "tightrank_adapter.sglang.line:install"),
+        ("headroom", "sglang.srt.mem_cache.kv_cache_configurator", "tightrank_adapter.sglang.headroom:install"),
+        ("empty-cache", "sglang.srt.managers.scheduler", "tightrank_adapter.sglang.empty_cache:install"),
     ),
     "vllm": (
         ("ranks", "vllm.v1.engine.utils", "tightrank_adapter.vllm.ranks:main"),
@@ -31,6 +33,9 @@ HOOKS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("ranks", "vllm.v1.worker.worker_base", "tightrank_adapter.vllm.ranks:worker"),
         ("ranks", "vllm.v1.worker.gpu_worker", "tightrank_adapter.vllm.steps:install"),
         ("line", "vllm.config.scheduler", "tightrank_adapter.vllm.line:install"),
+        ("headroom", "vllm.v1.worker.gpu_worker", "tightrank_adapter.vllm.headroom:gpu"),
+        ("headroom", "vllm.v1.worker.cpu_worker", "tightrank_adapter.vllm.headroom:cpu"),
+        ("empty-cache", "vllm.v1.worker.gpu_worker", "tightrank_adapter.vllm.empty_cache:install"),
     ),
 }
 

@@ -4,8 +4,8 @@ Ours is tried, the engine's is not: an engine's function is called once (or not 
 place), with its own arguments, and what it raises passes untouched. A fault of ours is counted, written into the hello
 and sent; after LIMIT faults a hook answers its fallback only.
 
-A fault drill: `"drill": {"where": "<Class.function>", "ranks": [1]}` in the settings' `line` makes our part of that
-wrapper raise on those ranks (all of them when `ranks` is absent), which shows that the above holds.
+A fault drill: `"drill": {"where": "<Class.function>", "ranks": [1]}` in the settings makes our part of that wrapper
+raise on those ranks (all of them when `ranks` is absent), which shows that the above holds.
 """
 import functools
 import sys
@@ -96,7 +96,7 @@ def wrap(owner: Any, name: str, hook: str, *, before: Optional[Callable[..., Any
     """
     original = require(owner, name)
     where = "%s.%s" % (getattr(owner, "__name__", owner), name)
-    ours = _drilled(where, before or _no_token)
+    ours = drilled(where, before or _no_token)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -138,8 +138,9 @@ def _no_token(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _drilled(where: str, ours: Callable[..., Any]) -> Callable[..., Any]:
-    drill = rank.settings().line.get("drill") or {}
+def drilled(where: str, ours: Callable[..., Any]) -> Callable[..., Any]:
+    """`ours`, or what raises in its place where the settings ask for a drill at `where`."""
+    drill = rank.settings().drill or {}
     if drill.get("where") != where:
         return ours
 

@@ -3,8 +3,9 @@
 `reset` must not run before an engine has sized its KV cache: engines size from the same counters.
 """
 import os
-import sys
-from typing import Any, Optional
+from typing import Optional
+
+from . import memory
 
 _CLEAR_REFS = "/proc/self/clear_refs"
 _RESET_PEAK = b"5"  # proc(5): no privilege needed
@@ -14,7 +15,7 @@ _known = False  # whether the kernel let us start a new peak (sandboxes such as 
 def reset() -> None:
     """Starts a new peak: of CUDA's or ROCm's allocator where a device is in use, of resident memory otherwise."""
     global _known
-    cuda = _cuda()
+    cuda = memory.device()
     if cuda is not None:
         cuda.reset_peak_memory_stats()
         return
@@ -30,7 +31,7 @@ def reset() -> None:
 
 def read() -> Optional[int]:
     """Bytes at the peak since `reset`; None where the kernel does not say."""
-    cuda = _cuda()
+    cuda = memory.device()
     if cuda is not None:
         return int(cuda.max_memory_allocated())
     if not _known:
@@ -42,9 +43,4 @@ def read() -> Optional[int]:
 
 def on_device() -> bool:
     """Whether this process computes on a GPU (CUDA or ROCm)."""
-    return _cuda() is not None
-
-
-def _cuda() -> Any:
-    torch = sys.modules.get("torch")
-    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
+    return memory.device() is not None

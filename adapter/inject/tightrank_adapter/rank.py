@@ -10,14 +10,15 @@ import sys
 import time
 from typing import Any, Dict, List, Optional
 
-from . import boot, wire
+from . import boot, pages, wire
 
 _settings: Optional[wire.Settings] = None
 _directory = ""
 _me: Optional["_Process"] = None
 _hooks: Dict[str, Dict[str, str]] = {}
 _facts: Dict[str, Any] = {}
-_FAULTS_KEPT = 8
+_FAULTS_KEPT, _COUNT_SECONDS = 8, 1.0
+_counted = -_COUNT_SECONDS
 _PR_SET_PDEATHSIG = 1
 
 
@@ -28,7 +29,7 @@ class _Process:
         self.pid = os.getpid()
         self.identity = identity
         self.sender = wire.Sender(_directory)
-        self.page = wire.BeatWriter(_directory)
+        self.page = pages.BeatWriter(_directory)
         self.sequence = 0
 
 
@@ -97,7 +98,9 @@ def locate(index: int) -> None:
 
 
 def hook(name: str, state: str, wanted: str = "", found: str = "") -> None:
-    """The state of a hook in this process (wire.IN_FORCE ...); FAILED stays FAILED."""
+    """The state of a hook in this process (wire.IN_FORCE ...); FAILED stays FAILED. Observed hooks are never in force."""
+    if state == wire.IN_FORCE and settings().observes(name):
+        state = wire.OBSERVING
     if _hooks.get(name, {}).get("state") != wire.FAILED:
         _hooks[name] = {"state": state, "wanted": wanted, "found": found}
         _write()
@@ -108,6 +111,16 @@ def fact(name: str, value: Any) -> None:
     if _facts.get(name) != value:
         json.dumps(value)
         _facts[name] = value
+        _write()
+
+
+def count(name: str, value: int) -> None:
+    """A counter for the hello, which is written at most once a second for it: the last values may be missing there."""
+    global _counted
+    _facts[name] = value
+    now = time.monotonic()
+    if now - _counted >= _COUNT_SECONDS:
+        _counted = now
         _write()
 
 

@@ -12,25 +12,26 @@ Standard library only, no import of ours; the supervisor loads this file by path
 """
 import errno
 import json
-import mmap
 import os
 import socket
-import struct
-import time
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
-SCHEMA = 1
+SCHEMA = 2
 SETTINGS, CONTROL, RECORDS = "settings.json", "control", "records.sock"
 BUDGET_KEY = "tightrank_line_budget"  # SGLang: POST /set_internal_state {"server_args": {BUDGET_KEY: token²}}
 ENV_ADAPTER, ENV_RUN = "TIGHTRANK_ADAPTER", "TIGHTRANK_RUN"
 
 # Which processes of an engine must hold a hook in force. A role that is not named here says hello and no more.
 HOOK_ROLES: Dict[str, Dict[str, Tuple[str, ...]]] = {
-    "vllm": {"ranks": ("engine-core", "worker"), "line": ("engine-core",)},
-    "sglang": {"ranks": ("scheduler",), "line": ("scheduler",)},
+    "vllm": {"ranks": ("engine-core", "worker"), "line": ("engine-core",), "indexer": ("worker",),
+             "headroom": ("worker",), "empty-cache": ("worker",), "heads": ("worker",)},
+    "sglang": {"ranks": ("scheduler",), "line": ("scheduler",), "indexer": ("scheduler",), "headroom": ("scheduler",),
+               "empty-cache": ("scheduler",)},
 }
 
-WANTED, IN_FORCE, SKIPPED, FAILED = "wanted", "in-force", "skipped", "failed"
+WANTED, IN_FORCE, OBSERVING, SKIPPED, FAILED = "wanted", "in-force", "observing", "skipped", "failed"
+HOLDS = (IN_FORCE, OBSERVING)  # as asked for
+OBSERVE = "observe"            # among the values of a hook: it computes and records, and changes nothing
 
 
 class WireError(Exception):
@@ -38,19 +39,33 @@ class WireError(Exception):
 
 
 class Settings(NamedTuple):
-    """settings.json. `line` holds the keyword arguments of `line.chunk_tokens` and "budget"; tokens and token²."""
+    """settings.json. `hooks` maps each wanted hook to its values; `drill` asks for a fault of ours (fault.py).
+
+    line: the keyword arguments of `line.chunk_tokens` and "budget"; tokens and token². indexer: "budget_bytes".
+    headroom: "fraction" (of the rank's memory) or "bytes" (one, or one per rank) with "terms" (what the bytes are made
+    of), and "ranks" (of this worker on this host). empty-cache: "when" and "mark_bytes". Any of them: OBSERVE.
+    """
     worker: str
     generation: int
     engine: str
-    hooks: Tuple[str, ...]
-    line: Dict[str, Any]
+    hooks: Dict[str, Dict[str, Any]]
+    drill: Optional[Dict[str, Any]] = None
+
+    @property
+    def line(self) -> Dict[str, Any]:
+        return self.hooks.get("line", {})
+
+    def observes(self, hook: str) -> bool:
+        """Whether `hook` must change nothing."""
+        return bool(self.hooks.get(hook, {}).get(OBSERVE))
 
 
 class Hello(NamedTuple):
     """hello-<pid>.json: who a process is and which hooks it holds.
 
     `start_time` is field 22 of /proc/<pid>/stat (clock ticks after boot); pid and start_time name a process for good.
-    `hooks` maps each wanted hook of this role to {"state": WANTED|IN_FORCE|SKIPPED|FAILED, "wanted": str, "found": str}.
+    `hooks` maps each wanted hook of this role to {"state": WANTED|IN_FORCE|OBSERVING|SKIPPED|FAILED, "wanted": str,
+    "found": str}.
     `facts` are small measured facts ("granule_tokens", "maximum_tokens", "kv_tokens", ...).
     """
     pid: int
@@ -173,7 +188,7 @@ def read_json(path: str, cls: Any) -> Any:
                         % (path, found, SCHEMA))
     result = _fields(cls, values, path)
     if cls is Settings:
-        return result._replace(hooks=tuple(result.hooks))
+        return result
     faults = result.facts.get("faults", [])
     if not _fits(faults, List[Dict[str, Any]]):
         raise WireError("%s: facts.faults is of another form" % path)
@@ -253,91 +268,3 @@ class Sender:
                     self.lost += excess
                 return
             del self._waiting[0]
-
-
-class Page:
-    """A 4096-byte mmap that one process writes and others read: a sequence number (odd while being written), values."""
-
-    def __init__(self, path: str, layout: str, create: bool) -> None:
-        self._struct = struct.Struct("<QQ" + layout)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC if create else os.O_RDONLY | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            if create:  # allocated, not only made long: on a full disk a write to a hole of a mapped file is a SIGBUS
-                os.posix_fallocate(descriptor, 0, mmap.PAGESIZE)
-            access = mmap.ACCESS_WRITE if create else mmap.ACCESS_READ
-            self._map = mmap.mmap(descriptor, mmap.PAGESIZE, access=access)
-        finally:
-            os.close(descriptor)
-        self._sequence = 0
-        self._path = path
-
-    def write(self, *values: int) -> None:
-        self._sequence += 2
-        whole = self._struct.pack(self._sequence, SCHEMA, *values)
-        # A slice is one copy. pack_into clears its target first: readers saw zeros as whole (160,000 times in 8 s).
-        self._map[:8] = (self._sequence - 1).to_bytes(8, "little")
-        self._map[8:len(whole)] = whole[8:]
-        self._map[:8] = whole[:8]
-
-    def read(self) -> Tuple[int, ...]:
-        """Raises WireError when nothing whole is there (not yet written, being written, or another schema)."""
-        for _ in range(8):
-            before, whole, after = self._map[:8], self._map[:self._struct.size], self._map[:8]
-            sequence, schema, *values = self._struct.unpack(whole)
-            if sequence and sequence % 2 == 0 and before == whole[:8] == after:
-                if schema != SCHEMA:
-                    raise WireError("%s: schema %d, wanted %d" % (self._path, schema, SCHEMA))
-                return tuple(values)
-        raise WireError("%s: not written yet" % self._path)
-
-    def close(self) -> None:
-        self._map.close()
-
-
-class BeatWriter:
-    """The beat page of this process. `beat` costs about a microsecond."""
-
-    def __init__(self, directory: str) -> None:
-        self._pid = os.getpid()
-        self._start_time = start_time(self._pid)
-        self._page = Page(os.path.join(directory, "beat-%d" % self._pid), "7Q", True)
-        self.loops = self.steps = self.prefill_tokens = self.in_flight = 0
-        self.beat()
-
-    def beat(self) -> None:
-        self.loops += 1
-        self._page.write(self._pid, self._start_time, time.monotonic_ns(), self.loops, self.steps,
-                         self.prefill_tokens, self.in_flight)
-
-
-class BeatReader:
-    def __init__(self, directory: str, pid: int) -> None:
-        self._page = Page(os.path.join(directory, "beat-%d" % pid), "7Q", False)
-
-    def read(self) -> Beat:
-        return Beat(*self._page.read())
-
-    def close(self) -> None:
-        self._page.close()
-
-
-class ControlWriter:
-    """The control page: the budget (token²) that engines which read it must keep from their next step on."""
-
-    def __init__(self, directory: str) -> None:
-        self._page = Page(os.path.join(directory, CONTROL), "Q", True)
-
-    def publish(self, budget: int) -> None:
-        self._page.write(budget)
-
-    def close(self) -> None:
-        self._page.close()
-
-
-class ControlReader:
-    def __init__(self, directory: str) -> None:
-        self._page = Page(os.path.join(directory, CONTROL), "Q", False)
-
-    def budget(self) -> int:
-        return self._page.read()[0]

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightrank.config.units import Choice, Duration, Kind, ListOf, Path, Size, TableOf, Text, Url, Whole
+from tightrank.config.units import Choice, Duration, Kind, ListOf, Path, Reserve, Size, TableOf, Text, Url, Whole
 
 ENGINES = ("vllm", "sglang")
-HOOKS = ("ranks", "line")
+HOOKS = ("ranks", "line", "indexer", "headroom", "empty-cache", "heads")
 COMMANDS = {"vllm": ("vllm", "serve"), "sglang": ("python3", "-m", "sglang.launch_server")}
 
 _NAME = Text(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", "1 to 40 of a-z, 0-9 and -, with a letter or digit at both ends")
@@ -51,6 +51,7 @@ _ALL = (
         unset="/var/lib/tightrank/NAME for root, else $XDG_STATE_HOME/tightrank/NAME"),
     Key("hooks", ListOf(Choice(HOOKS)), "Changes the adapter makes inside the engine. Without `line` the line is off.",
         "ranks,line"),
+    Key("observe", ListOf(Choice(HOOKS[1:])), "Those of `hooks` that compute and record, and change nothing.", ""),
     Key("http.host", _HOST, "Address of the supervisor's own HTTP.", "127.0.0.1"),
     Key("http.port", _PORT, "Port of the supervisor's own HTTP.", "9470"),
     Key("http.token_file", Path(), "File with the token that writes need on a public address.",
@@ -70,6 +71,16 @@ _ALL = (
     Key("line.step", Choice(("granule", "pow2")), "pow2: only powers of two times the granule.", "granule"),
     Key("line.context", _TOKENS, "Longest request (tokens) that the engine may accept.",
         unset="the smaller of the model's own length and what the line allows"),
+    Key("indexer.budget", Size(2**20, 2**40), "What an attention indexer's scores may take at once; whole MiB (hook indexer).",
+        "256MiB"),
+    Key("headroom.reserve", Reserve(), "Memory kept free of KV on each rank (hook headroom): a fraction of it, a size, one for "
+        "each rank (6GiB+4GiB), or derived: a prefill under the line, and what the engine takes after sizing.", "0.08"),
+    Key("headroom.pair_bytes", Whole(0, 1000), "What a prefill holds for each (new token, key), for `derived`; published: 14.",
+        "14"),
+    Key("empty_cache.when", Choice(("never", "pressure", "every-chunk")), "When memory that an engine only keeps goes back, "
+        "after a prefill chunk (hook empty-cache).", "pressure"),
+    Key("empty_cache.mark", Size(), "Available memory under which that is (`pressure`).",
+        unset="guard.floor + guard.margin + what a prefill under the line holds"),
     Key("limits.drain", Duration(0, 86400), "Time for requests in flight to end after SIGTERM.", "30s"),
     Key("limits.start_stall", Duration(1, 86400), "A start without any progress for this long has failed.", "5m"),
     Key("limits.restarts", Whole(0, 1000), "Failures in a row after which a worker stays failed.", "5"),
@@ -115,7 +126,7 @@ _ALL = (
     Key("workers[].api_key_file", Path(), "File with the engine's API key.", unset="the engine asks for none"),
 )
 KEYS: Mapping[str, Key] = {key.path: key for key in _ALL}
-SECTIONS = ("http", "guard", "line", "limits", "pd", "gateway")
+SECTIONS = ("http", "guard", "line", "indexer", "headroom", "empty_cache", "limits", "pd", "gateway")
 TABLES = ("workers[]", "gateway.workers[]")      # lists of such sections
 
 # No settings: the engines' mark and door, the cache of the set-up, the token of the command line's client.

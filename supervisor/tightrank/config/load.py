@@ -12,7 +12,20 @@ from tightrank.config import units
 from tightrank.config.flags import without_secrets
 from tightrank.config.keys import COMMANDS, KEYS, Key
 from tightrank.config.secrets import read_secret
-from tightrank.config.shape import Config, Gateway, GatewayWorker, Guard, Http, Limits, Line, Pd, Worker
+from tightrank.config.shape import (
+    Config,
+    EmptyCache,
+    Gateway,
+    GatewayWorker,
+    Guard,
+    Headroom,
+    Http,
+    Indexer,
+    Limits,
+    Line,
+    Pd,
+    Worker,
+)
 from tightrank.config.source import Entry, from_arguments, from_environment, from_file
 from tightrank.errors import ConfigError
 
@@ -64,7 +77,9 @@ def resolve(entries: Mapping[str, Entry], environment: Mapping[str, str], whole:
         top["state_directory"] = resolver.settle("state_directory", _state_directory(top["name"], environment))
     http, guard = Http(**resolver.section("http")), Guard(**resolver.section("guard"))
     line, limits = Line(**resolver.section("line")), Limits(**resolver.section("limits"))
-    config = Config(**top, http=http, guard=guard, line=line, limits=limits, pd=Pd(**resolver.section("pd")),
+    config = Config(**top, http=http, guard=guard, line=line, indexer=Indexer(**resolver.section("indexer")),
+                    headroom=Headroom(**resolver.section("headroom")),
+                    empty_cache=EmptyCache(**resolver.section("empty_cache")), limits=limits, pd=Pd(**resolver.section("pd")),
                     gateway=_gateway(resolver, http, limits), workers=_workers(resolver, whole), as_written=as_written,
                     places={row.key: row.origin for row in resolver.rows})
     _check_across(config)
@@ -194,6 +209,10 @@ def _check_across(config: Config) -> None:
         raise config.error("limits.backoff_longest", f"{longest} is less than limits.backoff_first, {first}; raise it")
     if len(set(config.hooks)) < len(config.hooks):
         raise config.error("hooks", f"{', '.join(config.hooks)}: name each hook once")
+    if alien := sorted(set(config.observe) - set(config.hooks)):
+        raise config.error("observe", f"{', '.join(alien)}: not in hooks ({', '.join(config.hooks)}); add it there")
+    if config.indexer.budget_bytes % 2**20:
+        raise config.error("indexer.budget", f"{config.indexer.budget_bytes} bytes: must be whole MiB, as engines take it")
     for index, worker in enumerate(config.workers):
         _check_worker(config, f"workers[{index}]", worker, config.workers[:index])
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tightrank.errors import ConfigError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,26 @@ class Line:
     rule: str
     step: str
     context: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Indexer:
+    """The hook `indexer`: what the scores of an attention indexer may take at once."""
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """The hook `headroom`. `reserve`: a fraction of a rank's memory, bytes (one for all ranks, or one each), or "derived"."""
+    reserve: float | str | tuple[int, ...]
+    pair_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyCache:
+    """The hook `empty-cache`. `mark_bytes` None: the plan chooses."""
+    when: str                      # never | pressure | every-chunk
+    mark_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +138,13 @@ class Config:
     served_model: str | None
     state_directory: str
     hooks: tuple[str, ...]
+    observe: tuple[str, ...]
     http: Http
     guard: Guard
     line: Line
+    indexer: Indexer
+    headroom: Headroom
+    empty_cache: EmptyCache
     limits: Limits
     pd: Pd
     gateway: Gateway
@@ -147,7 +171,8 @@ class Config:
             raise ConfigError(f"stored configuration: of another version ({error}); `tightrank up` it again") from None
 
 
-_SECTIONS = {"http": Http, "guard": Guard, "line": Line, "limits": Limits, "pd": Pd}
+_SECTIONS = {"http": Http, "guard": Guard, "line": Line, "indexer": Indexer, "headroom": Headroom, "empty_cache": EmptyCache,
+             "limits": Limits, "pd": Pd}
 
 
 def _restore(name: str, value: Any) -> Any:
@@ -156,7 +181,7 @@ def _restore(name: str, value: Any) -> Any:
     if name == "gateway":
         return Gateway(**{**_tuples(value), "workers": tuple(GatewayWorker(**worker) for worker in value["workers"])})
     if name in _SECTIONS:
-        return _SECTIONS[name](**value)
+        return _SECTIONS[name](**_tuples(value))
     return tuple(value) if isinstance(value, list) else value
 
 

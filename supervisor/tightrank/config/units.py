@@ -96,6 +96,28 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserve:
+    """Memory to keep free on each rank: a fraction of it, a size, a size for each rank, or `derived`."""
+    suffix: str = ""
+
+    def parse(self, text: str) -> float | str | tuple[int, ...]:
+        if text == "derived":
+            return text
+        if re.fullmatch(r"0?\.[0-9]{1,6}|0", text):
+            return float(text)
+        try:
+            return tuple(Size().parse(part) for part in text.split("+"))
+        except ValueError:
+            raise ValueError("must be a fraction under 1 (0.08), a size (4GiB), one for each rank (6GiB+4GiB), or derived") \
+                from None
+
+    def schema(self) -> dict[str, Any]:
+        size = rf"\d+(\.\d+)? ?({'|'.join(_SIZES)})"
+        return {"type": ["number", "string"], "minimum": 0, "exclusiveMaximum": 1,
+                "pattern": rf"^(derived|0|0?\.\d{{1,6}}|{size}(\+{size})*)$"}
+
+
+@dataclass(frozen=True, slots=True)
 class Duration:
     """Seconds, written with a unit: 250ms, 10s, 5m, 1h."""
     least: float = 0.0

@@ -44,6 +44,7 @@ class Wish:
     maximum: int | None                # largest chunk
     context: int | None                # largest length, where it must be set
     drain_seconds: float
+    hooks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,10 @@ class Engine(Protocol):
 
     def environment(self) -> Mapping[str, str]:
         """Variables that we set unless the user did, each with its reason in the source."""
+        ...
+
+    def score_variables(self, budget_bytes: int) -> Mapping[str, str]:
+        """Variables that bound what an attention indexer's scores take at once; whole MiB."""
         ...
 
     def refusal(self, worker: Worker, hooks: Sequence[str]) -> str | None:

@@ -42,7 +42,8 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"   # disaggregation/utils.py: a role answers such
 class SGLang:
     name = "sglang"
     distribution = "sglang"
-    releases: Mapping[str, tuple[int, ...]] = {"ranks": (0, 5, 20), "line": (0, 5, 20)}
+    releases: Mapping[str, tuple[int, ...]] = {"ranks": (0, 5, 20), "line": (0, 5, 20), "indexer": (0, 5, 20),
+                                               "headroom": (0, 5, 20), "empty-cache": (0, 5, 20)}
     plugins_variable = "SGLANG_PLUGINS"
     transfer_roles = ("prefill",)      # the bootstrap server
     transfer_port = 8998
@@ -92,6 +93,10 @@ class SGLang:
     def environment(self) -> Mapping[str, str]:
         # On by default, they keep a dead engine's port open: 5 s (dead rank) to 65 s (dead detokenizer), measured.
         return {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+
+    def score_variables(self, budget_bytes: int) -> Mapping[str, str]:
+        # read where its module is imported (kernels/ops/attention/dsv4/fp4_indexer_hip.py); the others are set by the adapter
+        return {"SGLANG_DSV4_FP4_LOGITS_BUDGET_MB": str(budget_bytes >> 20)}
 
     def refusal(self, worker: Worker, hooks: Sequence[str]) -> str | None:
         args = worker.args

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tightrank.adapter import wire
 from tightrank.config import Worker
 from tightrank.config.flags import FLAGS, has, value
 from tightrank.engines.base import (
@@ -42,13 +43,20 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
+_EXECUTOR = "--distributed-executor-backend"
 LEASE_SECONDS = 30          # vLLM's own kv_lease_duration; renewed by the decode worker every sixth of it
+
+
+def _in_workers(hooks: Sequence[str]) -> list[str]:
+    """Those of `hooks` that live in the worker processes alone."""
+    return [hook for hook in hooks if wire.HOOK_ROLES["vllm"].get(hook) == ("worker",)]
 
 
 class VLLM:
     name = "vllm"
     distribution = "vllm"
-    releases: Mapping[str, tuple[int, ...]] = {"ranks": (0, 28), "line": (0, 28)}
+    releases: Mapping[str, tuple[int, ...]] = {"ranks": (0, 28), "line": (0, 28), "indexer": (0, 28), "headroom": (0, 28),
+                                               "empty-cache": (0, 28), "heads": (0, 28)}
     plugins_variable = "VLLM_PLUGINS"
     transfer_roles = ("prefill", "decode")       # NIXL's side channel
     transfer_port = 5600
@@ -82,6 +90,8 @@ class VLLM:
             ours += ("--max-model-len", str(wish.context))
         if not has(args, "--shutdown-timeout"):   # its default, 0, aborts what is in flight at SIGTERM (config/vllm.py)
             ours += ("--shutdown-timeout", str(math.ceil(wish.drain_seconds)))
+        if _in_workers(wish.hooks) and not has(args, _EXECUTOR):   # else a single rank is a part of the engine core's process
+            ours += (_EXECUTOR, "mp")
         return ours if wish.as_written else (*self._base(wish), *args, *ours)
 
     @staticmethod
@@ -96,8 +106,14 @@ class VLLM:
     def environment(self) -> Mapping[str, str]:
         return {}
 
+    def score_variables(self, budget_bytes: int) -> Mapping[str, str]:
+        return {"VLLM_SPARSE_INDEXER_MAX_LOGITS_MB": str(budget_bytes >> 20)}
+
     def refusal(self, worker: Worker, hooks: Sequence[str]) -> str | None:
         args = worker.args
+        if (wanted := _in_workers(hooks)) and value(args, _EXECUTOR) not in (None, "mp"):
+            return (f"{_EXECUTOR} {value(args, _EXECUTOR)}: the hook {wanted[0]} needs mp, one process per rank; leave the "
+                    "flag out")
         if (number("vllm", args, "data_parallel") or 1) > 1:
             return "--data-parallel-size over 1 is not supported inside one worker; name one worker per replica"
         if "line" in hooks and has(args, "--no-enable-chunked-prefill"):
@@ -128,7 +144,7 @@ class VLLM:
     def processes(self, spec: WorkerSpec) -> tuple[Expected, ...]:
         ranks = spec.tensor_parallel * spec.pipeline_parallel
         # A single rank on a GPU runs inside the engine core (config/parallel.py: "uni"); on the CPU it is a process.
-        inside = ranks == 1 and value(spec.argv, "--distributed-executor-backend") != "mp"
+        inside = ranks == 1 and value(spec.argv, _EXECUTOR) != "mp"
         return Expected("engine-core", 1, 1), Expected("worker", 0 if inside else ranks, ranks)
 
     def health(self, spec: WorkerSpec) -> Probe:

@@ -16,8 +16,8 @@ from tightrank.config.units import format_size
 from tightrank.engines.base import Engine, Wish, number
 from tightrank.host import HostFacts
 from tightrank.inputs import Inputs
+from tightrank.plan import hooks, pd
 from tightrank.plan.line import Chosen, choose, schedule
-from tightrank.plan.pd import tell
 from tightrank.records import WorkerSpec
 
 PLUGIN = "tightrank"     # the adapter's entry point in both engines' plugin groups
@@ -69,17 +69,20 @@ def _worker(config: Config, index: int, engine: Engine, inputs: Inputs) -> Worke
         raise config.error(f"{path}.args", why)
     chosen = choose(config, index, engine, inputs) if "line" in config.hooks else None
     environment, env_notes = _environment(worker, engine, inputs)
-    told = tell(config, index, engine, {**inputs.environment, **environment})
+    theirs = {**inputs.environment, **environment}
+    told, hooked = pd.tell(config, index, engine, theirs), hooks.tell(config, index, engine, chosen, theirs, {})
+    steered = chosen if "line" not in config.observe else None
     return WorkerSpec(
-        name=worker.name, engine=config.engine, role=worker.role, argv=(*_argv(config, worker, engine, chosen), *told.args),
-        env={**environment, **told.env}, host=worker.host, port=worker.port, model=config.model,
+        name=worker.name, engine=config.engine, role=worker.role, argv=(*_argv(config, worker, engine, steered), *told.args),
+        env={**environment, **told.env, **hooked.env}, host=worker.host, port=worker.port, model=config.model,
         served_model=_served_model(config, worker), tensor_parallel=worker.tensor_parallel,
-        pipeline_parallel=worker.pipeline_parallel, devices=worker.devices, hooks=config.hooks,
-        line=chosen.spec if chosen else None, context_tokens=chosen.context if chosen else None,
+        pipeline_parallel=worker.pipeline_parallel, devices=worker.devices, hooks=hooked.values,
+        line=chosen.spec if chosen else None, context_tokens=steered.context if steered else None,
         schedule=schedule(chosen.spec, chosen.context) if chosen else (),
         drain_seconds=config.limits.drain_seconds, start_stall_seconds=config.limits.start_stall_seconds,
         address=told.address, transfer_host=told.host, transfer_port=told.port, api_key=inputs.api_keys.get(worker.name),
-        notes=(*(chosen.notes if chosen else ("the line is off: hooks does not name it",)), *env_notes, *told.notes))
+        notes=(*(chosen.notes if chosen else ("the line is off: hooks does not name it",)), *env_notes, *told.notes,
+               *hooked.notes))
 
 
 def _refuse_own_keys(config: Config, path: str, worker: Worker) -> None:
@@ -110,7 +113,8 @@ def _refuse_unreadable(config: Config, path: str, worker: Worker) -> None:
 def _argv(config: Config, worker: Worker, engine: Engine, chosen: Chosen | None) -> tuple[str, ...]:
     wish = Wish(worker=worker, model=config.model, served_model=config.served_model, as_written=config.as_written,
                 command=config.command, maximum=chosen.spec.maximum if chosen else None,
-                context=chosen.context if chosen and chosen.cap else None, drain_seconds=config.limits.drain_seconds)
+                context=chosen.context if chosen and chosen.cap else None, drain_seconds=config.limits.drain_seconds,
+                hooks=config.hooks)
     return (*config.command, *engine.arguments(wish))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tightrank.adapter import wire
+from tightrank.adapter import pages, wire
 
 _FIELDS = ("pid", "start_time", "monotonic_ns", "samples", "available_bytes", "lowest_available_bytes", "floor_bytes",
            "stops", "last_stop_monotonic_ns", "daemon_pid", "daemon_starts", "locked", "daemon_beat_age_ns")
@@ -27,7 +27,7 @@ class GuardReader:
         """The page's fields by name (None: unknown), "age_seconds" of its last sample, and "last": its last record."""
         try:
             if self._page is None:
-                self._page = wire.Page(str(self._directory / "guard.page"), f"{len(_FIELDS)}Q", False)
+                self._page = pages.Page(str(self._directory / "guard.page"), f"{len(_FIELDS)}Q", False)
             values = dict(zip(_FIELDS, self._page.read(), strict=True))
         except (OSError, ValueError, wire.WireError):
             return {}

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightrank.adapter import wire
+from tightrank.adapter import pages, wire
 from tightrank.readers.process import Process, read_process
 from tightrank.records import ProcessId, Pulse, RankPulse, RankReading, WorkerStatus
 
@@ -46,7 +46,7 @@ def _rank(rank: RankReading, directory: Path) -> RankPulse:
 
 def _beat(process: ProcessId, directory: Path) -> wire_types.Beat | None:
     try:
-        with closing(wire.BeatReader(str(directory), process.pid)) as page:
+        with closing(pages.BeatReader(str(directory), process.pid)) as page:
             beat: wire_types.Beat = page.read()
     except (OSError, ValueError, wire.WireError):
         return None

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightrank.adapter import wire
+from tightrank.adapter import pages, wire
 from tightrank.records import ProcessId, RankReading
 
 if TYPE_CHECKING:
+    from tightrank_adapter import pages as pages_types
     from tightrank_adapter import wire as wire_types
 
 _CREDENTIALS = struct.Struct("3i")             # struct ucred: pid, uid, gid
@@ -25,7 +26,7 @@ _MOST_RECORDS_A_PASS = 1000                    # so that a flood cannot hold the
 class _Known:
     hello: wire_types.Hello
     stamp: tuple[int, int]
-    beat: wire_types.BeatReader | None = None
+    beat: pages_types.BeatReader | None = None
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class RankReader:
     def _beat(self, known: _Known) -> wire_types.Beat | None:
         try:
             if known.beat is None:
-                known.beat = wire.BeatReader(str(self.directory), known.hello.pid)
+                known.beat = pages.BeatReader(str(self.directory), known.hello.pid)
             return known.beat.read()
         except (OSError, ValueError, wire.WireError):
             return None

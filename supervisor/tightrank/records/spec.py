@@ -51,7 +51,7 @@ class WorkerSpec:
     tensor_parallel: int
     pipeline_parallel: int
     devices: tuple[str, ...]
-    hooks: tuple[str, ...]         # wanted
+    hooks: Mapping[str, Mapping[str, Any]]     # those wanted, each with its values as wire.Settings has them
     line: LineSpec | None
     context_tokens: int | None     # the engine's maximum length as we cap it; None: the engine's own choice
     schedule: tuple[ChunkBand, ...]

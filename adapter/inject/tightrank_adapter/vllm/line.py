@@ -8,7 +8,7 @@ An answer of 0 means what it means to vLLM: a running request is skipped in this
 from math import lcm
 from typing import Any, Callable, Dict
 
-from .. import fault, line, rank, wire
+from .. import fault, line, pages, rank, wire
 from . import chunk, ranks, steps
 
 HOOK = "line"
@@ -160,6 +160,6 @@ def _rules(scheduler: Any, settings: Dict[str, Any]) -> chunk.Rules:
 
 def _control_page() -> Any:
     try:
-        return wire.ControlReader(rank.directory())
+        return pages.ControlReader(rank.directory())
     except OSError:  # none was made for this generation: the settings' budget stands
         return None

@@ -1,0 +1,46 @@
+"""The hook `empty-cache`: after a prefill chunk, gives memory that only an allocator keeps back to the device or the host.
+
+The peak of a chunk lies inside one layer's forward, so this cannot lower it: it keeps one chunk's leftovers from adding to
+the next one's. Called where a chunk's launch has returned. By then its transients are back in the allocator's cache, and
+releasing that waits for the device to be done with the chunk (cudaFree), so the next chunk, which is not launched yet, starts
+without them. Overlap scheduling changes nothing in that, and without pressure there is no wait.
+"""
+import ctypes
+from typing import Any
+
+from . import memory, rank, wire
+
+HOOK = "empty-cache"
+WORTH_BYTES = 64 << 20  # less than this in the allocator's cache is not worth the wait
+_releases = 0
+
+
+def begin() -> bool:
+    """Whether chunks are to be looked at; tells the supervisor that the hook is in force. Raises KeyError for bad settings."""
+    values = rank.settings().hooks[HOOK]
+    wanted = {"never": False, "pressure": True, "every-chunk": True}[values["when"]]
+    rank.hook(HOOK, wire.IN_FORCE)
+    return wanted
+
+
+def chunk_ended() -> None:
+    """To be called by the engine's thread that runs chunks, when one was launched whole."""
+    global _releases
+    cuda = memory.device()
+    if cuda is not None and cuda.memory_reserved() - cuda.memory_allocated() < WORTH_BYTES:
+        return
+    values = rank.settings().hooks[HOOK]
+    if values["when"] == "pressure" and memory.available().free_bytes >= values["mark_bytes"]:
+        return
+    if not rank.settings().observes(HOOK):
+        _release(cuda)
+    _releases += 1
+    rank.count("cache_releases", _releases)
+
+
+def _release(cuda: Any) -> None:
+    """On a CPU the cache is glibc's heap: it keeps what was allocated in pieces under its mmap threshold."""
+    if cuda is not None:
+        cuda.empty_cache()
+    else:
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda keep: 0)(0)  # musl has none

@@ -1,0 +1,69 @@
+"""What each rank may give to the KV cache, and which rank is the tightest. Pure; bytes throughout.
+
+available for KV = min(the engine's own number, free on this rank now - headroom), then the minimum over all ranks of the
+worker: engines size by a share of the device's memory, which binds alike on all ranks, while what a rank holds beside
+weights and activations (communication buffers, contexts, the server's own processes) does not lie alike on them.
+The supervisor loads this file by path.
+"""
+from typing import Any, Dict, List, NamedTuple, Sequence
+
+DEFAULT_FRACTION = 0.08  # of the rank's memory; of the published change
+FAILED = -1
+
+
+class Terms(NamedTuple):
+    """One rank's numbers. `own_bytes` is what the engine itself would give to the KV cache."""
+    rank: int
+    own_bytes: int
+    free_bytes: int
+    headroom_bytes: int
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank could not tell: the engine's number or ours is missing."""
+        return FAILED in self
+
+    @property
+    def available_bytes(self) -> int:
+        return min(self.own_bytes, self.free_bytes - self.headroom_bytes)
+
+    @property
+    def bound(self) -> str:
+        """"engine" or "headroom": which of the two is the smaller."""
+        return "engine" if self.own_bytes <= self.free_bytes - self.headroom_bytes else "headroom"
+
+
+def wanted_bytes(values: Dict[str, Any], rank: int, total_bytes: int, shared: bool) -> int:
+    """The headroom of a rank, of the hook's values in settings.json.
+
+    "fraction" of the rank's memory, or "bytes": one number for each rank, or one for all. "guard_bytes" come on top where
+    the rank's memory is the host's. Raises ValueError for a rank without a number.
+    """
+    if "fraction" in values:
+        return int(values["fraction"] * total_bytes)
+    sizes: List[int] = values["bytes"]
+    if len(sizes) > 1 and rank >= len(sizes):
+        raise ValueError("rank %d has no headroom: %d sizes are given" % (rank, len(sizes)))
+    size = sizes[rank] if len(sizes) > 1 else sizes[0]
+    return size + (values.get("guard_bytes", 0) if shared else 0)
+
+
+def tightest(rows: Sequence[Terms]) -> Terms:
+    """The rank that the KV cache of all is sized for; the lowest of equals. Raises ValueError without rows."""
+    return min(rows, key=lambda row: (row.available_bytes, row.rank))
+
+
+def sentence(rows: Sequence[Terms]) -> str:
+    """For the log: what decided, on which rank, with all terms of the sum."""
+    row = tightest(rows)
+    sums = "%s free - %s headroom = %s" % (_mib(row.free_bytes), _mib(row.headroom_bytes),
+                                           _mib(row.free_bytes - row.headroom_bytes))
+    others = ", ".join("rank %d %s" % (other.rank, _mib(other.available_bytes)) for other in rows if other.rank != row.rank)
+    text = ("the engine's own %s binds, not %s" % (_mib(row.own_bytes), sums) if row.bound == "engine"
+            else "%s binds, not the engine's own %s" % (sums, _mib(row.own_bytes)))
+    return "KV cache of %s on every rank: rank %d is the tightest, where %s%s" % (
+        _mib(row.available_bytes), row.rank, text, " (%s)" % others if others else "")
+
+
+def _mib(size: int) -> str:
+    return "%.1f MiB" % (size / (1 << 20))

@@ -1,0 +1,25 @@
+"""Hook `headroom` on vLLM: each worker's answer to `determine_available_memory` is lowered to what its rank can spare.
+
+vLLM itself gives every rank the smallest worker's block count (v1/core/kv_cache_utils.py, get_kv_cache_configs), and an
+exception of one worker ends all of them: no collective of ours is needed.
+"""
+from typing import Any
+
+from .. import fault, sizing
+from . import ranks
+
+TARGET = "determine_available_memory"
+
+
+def gpu(module: Any) -> None:
+    """Gets vllm.v1.worker.gpu_worker. Raises fault.Missing for a release without what is hooked."""
+    _install(fault.require(module, "Worker", ranks.release()))
+
+
+def cpu(module: Any) -> None:
+    """Gets vllm.v1.worker.cpu_worker, whose worker answers for itself."""
+    _install(fault.require(module, "CPUWorker", ranks.release()))
+
+
+def _install(owner: Any) -> None:
+    sizing.surround(owner, TARGET, lambda worker: int(worker.rank), lambda worker: sizing.alone)
