@@ -25,6 +25,20 @@ def interpreter(engine: str) -> str:
     return str(CACHE / "envs" / engine / "bin" / "python")
 
 
+def with_settings(path: Path, change: str, argv: Sequence[str]) -> Path:
+    """A program at `path` that changes the adapter's settings, then becomes `argv`: `change` edits `settings` (a dict)."""
+    path.write_text("#!/bin/sh\n"
+                    f"{interpreter('sglang')} -I - <<'END'\n"
+                    "import json, os\n"
+                    "path = os.environ['TIGHTRANK_ADAPTER'] + '/settings.json'\n"
+                    "settings = json.load(open(path))\n"
+                    f"{change}\n"
+                    "json.dump(settings, open(path, 'w'))\nEND\n"
+                    f'exec {" ".join(argv)} "$@"\n')
+    path.chmod(0o700)
+    return path
+
+
 class RawEngine:
     """One engine process tree in its own session, and the far end of its adapter.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from tightrank import diagnose, engines, launch
 from tightrank.adapter import wire
 from tightrank.config.flags import MASK
+from tightrank.diagnose import headroom
 from tightrank.errors import ConfigError
 from tightrank.logs import RING_LINES
 from tightrank.plan import masked
@@ -34,6 +35,7 @@ from tightrank.watch import Watched
 
 if TYPE_CHECKING:
     from tightrank_adapter import wire as wire_types
+    from tightrank_adapter.headroom import Terms
 
 _PROGRESS_BYTES = 16 << 20         # a tree that grew by this much is loading
 _STEPS = list(StartStep)
@@ -80,7 +82,9 @@ class Generation:
         self.started = self.progress = now
         self.step = StartStep.LOADING
         self.lines: deque[Line] = deque(maxlen=RING_LINES)
-        self.proof: Diagnosis | None = None
+        self.headroom: Mapping[str, object] | None = None    # what its ranks told, as in WorkerStatus
+        self._proof: Diagnosis | None = None
+        self._terms: list[Terms] = []
         self.fault_since: float | None = None
         self.known: set[ProcessId] = {self.launched.main}
         self.result: ProbeResult | None = None
@@ -125,8 +129,8 @@ class Generation:
         if step is not None and _STEPS.index(step) > _STEPS.index(self.step):
             self.step = step
             self._say("phase", f"starting: {step.value}", {})
-        if self.proof is None:
-            self.proof = diagnose.deciding_line(self.spec.engine, line)
+        if self._proof is None:
+            self._proof = diagnose.deciding_line(self.spec.engine, line)
 
     def receive(self) -> list[wire_types.Step]:
         """The prefill steps recorded since the last call; faults are kept."""
@@ -163,6 +167,8 @@ class Generation:
         for rank in (*reading.ranks, *reading.dead_ranks):
             self._meet(rank)
         self.known = {self.launched.main, *self._hellos, *(process.id for process in reading.processes)}
+        if "headroom" in self.spec.hooks:
+            self._size(reading)
         for problem in set(reading.problems) - self._problems:
             self._problems.add(problem)
             self._say("hello", problem, {})
@@ -171,6 +177,13 @@ class Generation:
             self.progress, self._seen = now, seen
         if self.hurt and self._hurt_monotonic is None:
             self._hurt_monotonic = now
+
+    def _size(self, reading: WorkerReading) -> None:
+        """The headroom's numbers of all ranks; said once they have all told theirs."""
+        self._terms = headroom.rows((*reading.ranks, *reading.dead_ranks))
+        if self.headroom is None and len(self._terms) == self.spec.tensor_parallel * self.spec.pipeline_parallel:
+            self.headroom = headroom.summary(self._terms, self.spec.hooks["headroom"])
+            self._say("hello", f"headroom: {self.headroom['sentence']}" if self.headroom else "", dict(self.headroom or {}))
 
     def _meet(self, rank: RankReading) -> None:
         if rank.id not in self._hellos:
@@ -197,6 +210,14 @@ class Generation:
                 self.step = StartStep.WARMING
 
     @property
+    def proof(self) -> Diagnosis | None:
+        """Of its lines so far: that it cannot come up."""
+        return self._explained(self._proof) if self._proof is not None else None
+
+    def _explained(self, diagnosis: Diagnosis) -> Diagnosis:
+        return headroom.explained(diagnosis, self.spec.engine, self._terms, self.spec.hooks.get("headroom", {}))
+
+    @property
     def hurt(self) -> bool:
         """Whether a process that matters has ended."""
         return self.exit_status is not None or self.lost_role is not None
@@ -207,7 +228,7 @@ class Generation:
         hurt, oom = self._hurt_monotonic, self._oom_monotonic
         oom_killed = hurt is not None and oom is not None and hurt - oom < OOM_SECONDS
         ended = diagnose.ExitInfo(self.exit_status if role == "main" else None, starting, role, oom_killed)
-        return diagnose.diagnose(self.spec.engine, tuple(self.lines), ended)
+        return self._explained(diagnose.diagnose(self.spec.engine, tuple(self.lines), ended))
 
     # --- for the loop -------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from tightrank import __version__
 from tightrank.decide import Policy, missing_hooks
+from tightrank.diagnose import headroom
 from tightrank.records import LineSpec, Phase, Snapshot, Status, WorkerReading, WorkerStatus
 from tightrank.watch import tightest
 from tightrank.worker import Worker, hook_roles
@@ -38,10 +39,12 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
         host=spec.host, port=spec.port, restarts=worker.restarts, next_start_unix=next_start,
         diagnosis=worker.diagnosis, line=_line(spec.line, reading),
         line_budget=min(_facts(reading, "line_budget"), default=spec.line.budget) if spec.line else None,
-        over_line_steps=run.over_line_steps if run else 0, context_tokens=spec.context_tokens, ranks=reading.ranks,
+        over_line_steps=run.over_line_steps if run else 0,
+ context_tokens=spec.context_tokens, ranks=reading.ranks,
         processes=reading.processes, hooks_wanted=tuple(spec.hooks), log_tail=worker.tail(),
         served_model=spec.served_model, address=spec.address, transfer_port=spec.transfer_port,
-        longest_step_seconds=run.longest_step_seconds if run else None, drains=worker.drains)
+        longest_step_seconds=run.longest_step_seconds if run else None, drains=worker.drains,
+        headroom=headroom.summary(headroom.rows(reading.ranks), spec.hooks.get("headroom", {})))
 
 
 def _facts(reading: WorkerReading, name: str) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import stat
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -15,7 +14,7 @@ import httpx2
 import pytest
 from deployment import Deployment, gone
 from helpers import wait_until
-from raw_engine import CACHE
+from raw_engine import CACHE, interpreter, with_settings
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -154,23 +153,9 @@ def test_an_engine_whose_hook_target_was_removed_is_not_run_silently(make: Make,
     assert deployment.terminate() == 69
 
 
-def wrapper(directory: Path, change: str) -> Path:
-    """A program that changes the adapter's settings before it becomes the engine: `change` edits `line` (a dict)."""
-    path = directory / "wrapped"
-    path.write_text("#!/bin/sh\n"
-                    f"{CACHE}/envs/sglang/bin/python -I - <<'END'\n"
-                    "import json, os\n"
-                    f"path = {str(directory)!r} and os.environ['TIGHTRANK_ADAPTER'] + '/settings.json'\n"
-                    "settings = json.load(open(path)); line = settings['line']\n"
-                    f"{change}\n"
-                    "json.dump(settings, open(path, 'w'))\nEND\n"
-                    f'exec {CACHE}/envs/sglang/bin/python -m sglang.launch_server "$@"\n')
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
 def test_a_fault_on_one_of_two_ranks_ends_the_generation(make: Make, tmp_path: Path) -> None:
-    program = wrapper(tmp_path, "settings['drill'] = {'where': 'PrefillAdder.add_one_req', 'ranks': [1]}")
+    program = with_settings(tmp_path / "wrapped", "settings['drill'] = {'where': 'PrefillAdder.add_one_req', 'ranks': [1]}",
+                            [interpreter("sglang"), "-m", "sglang.launch_server"])
     deployment = make("sglang", (*POOL["sglang"],), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, command=[str(program)],
                       tensor_parallel=2, settings={"limits": {"restarts": 0}})
     worker = deployment.wait_phase("failed", timeout=START_SECONDS)

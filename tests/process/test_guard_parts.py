@@ -142,7 +142,7 @@ def test_page_reads_only_what_is_whole(tmp_path: Path) -> None:
     assert page.read() is None
     pages.Page(str(path), "Q", True).write(7)
     assert page.read() == (7,)
-    for torn in ((3, 1, 8), (0, 1, 8), (4, 2, 8)):  # being written, not yet written, of another version
+    for torn in ((3, 2, 8), (0, 2, 8), (4, 1, 8)):  # being written, not yet written, of another version
         path.write_bytes(struct.pack("<QQQ", *torn).ljust(4096, b"\0"))
         assert page.read() is None
 

@@ -5,7 +5,7 @@ worker: engines size by a share of the device's memory, which binds alike on all
 weights and activations (communication buffers, contexts, the server's own processes) does not lie alike on them.
 The supervisor loads this file by path.
 """
-from typing import Any, Dict, List, NamedTuple, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 DEFAULT_FRACTION = 0.08  # of the rank's memory; of the published change
 FAILED = -1
@@ -53,16 +53,32 @@ def tightest(rows: Sequence[Terms]) -> Terms:
     return min(rows, key=lambda row: (row.available_bytes, row.rank))
 
 
-def sentence(rows: Sequence[Terms]) -> str:
-    """For the log: what decided, on which rank, with all terms of the sum."""
+def of_fact(fact: Any) -> Optional[Terms]:
+    """The terms that a rank wrote into its hello; None for anything else."""
+    if not isinstance(fact, dict) or set(fact) != set(Terms._fields) or not all(type(value) is int for value in fact.values()):
+        return None
+    return Terms(**fact)
+
+
+def sentence(rows: Sequence[Terms], values: Dict[str, Any]) -> str:
+    """What decided, on which rank, with all terms of the sum. `values`: the hook's, which say what the headroom is made of."""
     row = tightest(rows)
-    sums = "%s free - %s headroom = %s" % (_mib(row.free_bytes), _mib(row.headroom_bytes),
-                                           _mib(row.free_bytes - row.headroom_bytes))
-    others = ", ".join("rank %d %s" % (other.rank, _mib(other.available_bytes)) for other in rows if other.rank != row.rank)
-    text = ("the engine's own %s binds, not %s" % (_mib(row.own_bytes), sums) if row.bound == "engine"
-            else "%s binds, not the engine's own %s" % (sums, _mib(row.own_bytes)))
-    return "KV cache of %s on every rank: rank %d is the tightest, where %s%s" % (
-        _mib(row.available_bytes), row.rank, text, " (%s)" % others if others else "")
+    left = row.free_bytes - row.headroom_bytes
+    sums = "%s free - %s headroom = %s" % (_mib(row.free_bytes), _mib(row.headroom_bytes), _mib(left))
+    text = ("the engine's own %s, under %s" % (_mib(row.own_bytes), sums) if row.bound == "engine"
+            else "%s, under the engine's own %s" % (sums, _mib(row.own_bytes)))
+    others = ["rank %d %s" % (other.rank, _mib(other.available_bytes)) for other in rows if other.rank != row.rank]
+    return "rank %d is the tightest%s, %s for the KV cache: %s%s" % (
+        row.rank, " (%s)" % ", ".join(others) if others else "", _mib(row.available_bytes), text, _made_of(values))
+
+
+def _made_of(values: Dict[str, Any]) -> str:
+    terms = dict(values.get("terms", {}))
+    if not terms:
+        return ""
+    guard = values.get("guard_bytes", 0)
+    return "; headroom is " + " + ".join("%s %s" % (name, _mib(size)) for name, size in terms.items()) + (
+        ", and the guard's %s where memory is the host's" % _mib(guard) if guard else "")
 
 
 def _mib(size: int) -> str:

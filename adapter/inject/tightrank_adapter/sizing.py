@@ -53,7 +53,7 @@ def _tell(rows: Sequence[headroom.Terms], mine: headroom.Terms) -> None:
     rank.fact(HOOK, dict(mine._asdict()))
     rank.hook(HOOK, wire.IN_FORCE)
     if not any(row.failed for row in rows):
-        boot.complain("headroom: " + headroom.sentence(rows))
+        boot.complain("headroom: " + headroom.sentence(rows, rank.settings().hooks[HOOK]))
 
 
 def _decided(rows: Sequence[headroom.Terms]) -> int:

@@ -1,9 +1,22 @@
-"""Texts of what the engines are built on: argparse, sockets, the model hub, the kernel."""
+"""Texts of what the engines are built on: argparse, sockets, the model hub, the kernel; and of our own adapter."""
 from __future__ import annotations
 
 from tightrank.diagnose.signature import Rank, Signature
 
 SIGNATURES: tuple[Signature, ...] = (
+    Signature(
+        "kv-pool-too-small",
+        r"tightrank: headroom leaves no memory for the KV cache: rank (?P<rank>\d+) has (?P<free_gib>[\d.]+) GiB free and "
+        r"keeps (?P<headroom_gib>[\d.]+) GiB",
+        "The headroom leaves no memory for the KV cache: rank {rank} has {free_gib} GiB free and keeps {headroom_gib} GiB.",
+        "lower headroom.reserve to less than {free_gib}GiB, or free memory on rank {rank}",
+        "the hook headroom"),
+    Signature(
+        "adapter-fault",
+        r"tightrank: hook headroom failed on rank (?P<rank>\d+)",
+        "The hook headroom failed on rank {rank}, so no rank could size its KV cache.",
+        "report this fault; leave headroom out of `hooks` to run without it",
+        "the hook headroom"),
     Signature(
         "arguments-invalid",
         r"[\w./ -]{1,60}: error: (?P<why>unrecognized arguments: .*|argument .*|ambiguous option: .*|the following "

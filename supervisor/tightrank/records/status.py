@@ -52,6 +52,7 @@ class WorkerStatus:
     transfer_port: int | None = None       # where its peers ask for KV; None: nowhere
     longest_step_seconds: float | None = None   # of the prefill steps of this generation; None: there was none
     drains: bool = False                   # being ended on request: the requests that it has may still end well
+    headroom: Mapping[str, Any] | None = None    # what bounds the KV cache, and on which rank; None: nobody has told
 
 
 @dataclass(frozen=True, slots=True)

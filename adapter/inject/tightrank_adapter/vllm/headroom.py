@@ -5,7 +5,7 @@ exception of one worker ends all of them: no collective of ours is needed.
 """
 from typing import Any
 
-from .. import fault, sizing
+from .. import fault, rank, sizing
 from . import ranks
 
 TARGET = "determine_available_memory"
@@ -13,12 +13,19 @@ TARGET = "determine_available_memory"
 
 def gpu(module: Any) -> None:
     """Gets vllm.v1.worker.gpu_worker. Raises fault.Missing for a release without what is hooked."""
-    _install(fault.require(module, "Worker", ranks.release()))
+    owner = fault.require(module, "Worker", ranks.release())
+    fault.wrap(owner, "initialize_from_config", sizing.HOOK, before=_blocks)
+    _install(owner)
 
 
 def cpu(module: Any) -> None:
     """Gets vllm.v1.worker.cpu_worker, whose worker answers for itself."""
     _install(fault.require(module, "CPUWorker", ranks.release()))
+
+
+def _blocks(worker: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+    """What came of it: the blocks that this worker is told to make."""
+    rank.fact("kv_blocks", int(kv_cache_config.num_blocks))
 
 
 def _install(owner: Any) -> None:
