@@ -19,7 +19,7 @@ import pytest
 from fleet import events
 from helpers import free_ports, wait_until
 from raw_engine import RawEngine, interpreter
-from real_pair import ARGUMENTS, ENVIRONMENTS, ROLES, Outcome, Question, RealPair, questions, send, text_of
+from real_pair import ARGUMENTS, ENVIRONMENTS, RANK, ROLES, Outcome, Question, RealPair, questions, send, text_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -84,6 +84,8 @@ def test_answers_are_those_of_a_single_worker_and_the_kv_went_over(pair: RealPai
     assert len({new for _, new in chunks["prefill"]}) > 5, "the line cuts the prefill worker's chunks"
     # The decode worker of vLLM computes the last token of a prompt, that of SGLang nothing: all else was handed over.
     assert all(new == 1 for _, new in chunks["decode"]), chunks["decode"]
+    [rank] = [rank for rank in pair.worker("prefill")["ranks"] if rank["role"] == RANK[pair.engine]]
+    assert rank["facts"]["cache_releases"] > 0, "the hook empty-cache sees the chunks of a prefill worker"
 
 
 class Load:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 STUBS = str(ROOT / "scripts" / "cpu" / "stubs")
 MINIMUM, MAXIMUM, GRANULE, BUDGET = 64, 1024, 64, 1_500_000
 KEYWORDS = {"minimum": MINIMUM, "maximum": MAXIMUM, "granule": GRANULE}
+HOOKS = {"ranks": {}, "line": {"budget": BUDGET, **KEYWORDS}, "empty-cache": {"when": "every-chunk", "mark_bytes": 0}}
 LENGTHS = (1, 2, 63, 64, 65, 100, 255, 256, 511, 700, 1000, 1023, 1024, 1025, 1500, 2048, 2500, 3000, 4097, 6000)
 MIXED = (3000, 40, 700, 2100, 5, 1024, 330, 1500)
 FLAGS = ("--host", "127.0.0.1", "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32",
@@ -37,7 +39,7 @@ def start(dense_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
               env: dict[str, str] | None = None) -> RawEngine:
         while running:
             running.pop().stop()
-        settings = wire.Settings("w", 1, "sglang", {"ranks": {}, "line": {"budget": BUDGET, **KEYWORDS}}, drill or {})
+        settings = wire.Settings("w", 1, "sglang", HOOKS, drill)
         port = free_ports(1)[0]
         program = ["-I", "-c", ISOLATED, STUBS] if isolated else ["-m", "sglang.launch_server"]
         argv = [interpreter("sglang"), *program, "--model-path", dense_model, "--port", str(port), *FLAGS, *flags]
@@ -120,7 +122,7 @@ def engine(expected: list[list[int]], start: Start) -> RawEngine:
 def test_every_process_says_hello_with_its_hooks_in_force(engine: RawEngine) -> None:
     assert {hello.role for hello in engine.hellos()} == {"main", "scheduler", "detokenizer"}
     scheduler = engine.hello("scheduler")
-    assert {name: hook["state"] for name, hook in scheduler.hooks.items()} == {"ranks": "in-force", "line": "in-force"}
+    assert {name: hook["state"] for name, hook in scheduler.hooks.items()} == dict.fromkeys(HOOKS, "in-force")
     assert (scheduler.rank, scheduler.tp_rank, scheduler.pp_rank) == (0, 0, 0)
     assert scheduler.engine_version.startswith("0.")
     assert scheduler.facts["line_budget"] == BUDGET and scheduler.facts["granule_tokens"] == GRANULE
@@ -153,6 +155,18 @@ def test_mixed_prompts_in_flight_keep_every_batch_under_the_line(engine: RawEngi
     for step in steps:
         assert sum(new >= GRANULE for _, new in step.chunks) or step.rows < GRANULE
     assert outputs == [generate(engine, ids, 8) for ids in prompts]
+
+
+def test_the_heap_goes_back_after_every_chunk(engine: RawEngine) -> None:
+    """The counter is written at most once a second."""
+    before = mark(engine)
+    time.sleep(1.1)
+    generate(engine, prompt(3000, 250))
+    steps = engine.steps_until(before, 3000)
+    assert engine.hello("scheduler").facts["cache_releases"] >= before
+    time.sleep(1.1)
+    generate(engine, prompt(70, 251))
+    wait_until(lambda: engine.hello("scheduler").facts["cache_releases"] >= before + len(steps), 10, "the counter")
 
 
 def test_budget_cut_tenfold_in_the_middle_of_a_prompt(engine: RawEngine) -> None:

@@ -38,7 +38,8 @@ def serve(directory: Path, port: int, settings: wire.Settings | None, *python: s
 
 
 def settings(drill: dict[str, Any] | None = None, **more: Any) -> wire.Settings:
-    return wire.Settings("solo", 3, "vllm", {"ranks": {}, "line": {**LINE, **more}}, drill or {})
+    hooks = {"ranks": {}, "line": {**LINE, **more}, "empty-cache": {"when": "every-chunk", "mark_bytes": 0}}
+    return wire.Settings("solo", 3, "vllm", hooks, drill)
 
 
 def complete(engine: RawEngine, prompt: Sequence[int]) -> list[int]:
@@ -118,7 +119,8 @@ def test_every_process_says_hello_with_its_hooks_in_force(steered: RawEngine) ->
     assert main.pid == steered.process.pid
     assert main.hooks == {}
     assert core.hooks == {"ranks": in_force, "line": in_force}
-    assert worker.hooks == {"ranks": in_force}
+    assert worker.hooks == {"ranks": in_force, "empty-cache": in_force}
+    assert worker.facts["cache_releases"] > 0
     assert (worker.rank, worker.tp_rank, worker.pp_rank, worker.dp_rank) == (0, 0, 0, 0)
     assert {core.engine_version, worker.engine_version} == {"0.32.0"}
     assert core.facts["granule_tokens"] == 128

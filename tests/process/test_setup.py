@@ -74,7 +74,7 @@ def test_torch_comes_from_its_own_index_where_that_is_reached(
 
 def test_an_unknown_part_is_named() -> None:
     done = run_command([sys.executable, SETUP, "vlm"])
-    assert done.returncode == 2 and "no part 'vlm'; there are supervisor, vllm, sglang, models, all" in done.stderr
+    assert done.returncode == 2 and "no part 'vlm'; there are supervisor, vllm, sglang, models, releases, all" in done.stderr
 
 
 def test_the_weights_fit_the_configuration(cache: dict[str, str], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ _FLAGS: Mapping[str, Mapping[str, str]] = {
 def rows(ranks: Sequence[RankReading]) -> list[Terms]:
     """The numbers of those ranks that told them."""
     found = (headroom.of_fact(rank.facts.get("headroom")) for rank in ranks)
-    return [row for row in found if row is not None]
+    return sorted(row for row in found if row is not None)
 
 
 def summary(terms: Sequence[Terms], values: Mapping[str, Any]) -> Mapping[str, Any] | None:
