@@ -54,6 +54,6 @@ def derived_budget_bytes(wanted_bytes: int, fixed_bytes: int, fraction: float, a
 def has_indexer(model: Any) -> bool:
     """Whether a layer of a torch model is an indexer, by its own name or its class's.
 
-    So it is for DeepSeek V3.2, V4 and V4.1, GLM-5 and Qwen's QSA in SGLang 0.5.20 - 0.5.23 and vLLM 0.28 - 0.33.
+    So all are named that SGLang 0.5.22, 0.5.23 and vLLM 0.32, 0.33 have: DeepSeek V3.2, V4 and V4.1, GLM, Qwen's QSA.
     """
     return any("indexer" in (name + type(layer).__name__).lower() for name, layer in model.named_modules())

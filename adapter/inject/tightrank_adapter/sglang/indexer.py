@@ -125,7 +125,8 @@ def _finish(scheduler: Any) -> None:
         raise fault.Missing("one of %s" % ", ".join((*NAMES, *_DERIVED)), "none of them in %s" % fault.engine_release())
     # SGLang imports the modules of all models in each scheduler: a name that is there need not be one that is read.
     if not arithmetic.has_indexer(fault.require(runner, "model")):
-        raise fault.Missing("a model with an indexer, which reads %s" % ", ".join(sorted(found)),
+        names = sorted({path.rpartition(".")[2] for path in found})
+        raise fault.Missing("a model with an indexer, which reads %s" % ", ".join(names),
                             "%s has none" % type(runner.model).__name__)
     _complete = True
     _tell()
