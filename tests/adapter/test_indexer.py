@@ -212,7 +212,24 @@ def test_a_function_that_was_taken_over_before_the_hook_is_named(stand: Stand) -
                                       "wanted": f"{ATTENTION}dsv4.metadata.mqa_logits_budget_bytes with the hook"}
 
 
-FUNCTIONS = ("derived", "_lowered", "install", "_set_globals", "_set", "_finish", "_pin", "_class_budgets", "budgets",
+def test_functions_that_were_taken_over_before_a_late_start_get_the_hook_too(stand: Stand) -> None:
+    """As by SGLang's plugin door, which opens in a scheduler whose modules are loaded."""
+    stand.write(UTILS, DERIVED)
+    stand.write(ATTENTION + "dsa.dsa_indexer", CLASS)
+    first = f"""
+from tightrank_adapter import imports
+from tightrank_adapter.sglang import indexer
+imports._waiting.pop({UTILS!r})
+import {ATTENTION}dsa.dsa_indexer
+rank.settings()
+indexer.derived(sys.modules[{UTILS!r}])
+"""
+    found, hello = stand.start(first=first + MEMORY % (10 << 30, True), last=CALL % (ATTENTION + "dsa.dsa_indexer", True))
+    assert found == WANTED
+    assert hello.hooks["indexer"]["state"] == wire.IN_FORCE
+
+
+FUNCTIONS = ("derived", "_wrap", "_lowered", "install", "_set_globals", "_set", "_finish", "_pin", "_class_budgets", "budgets",
              "_derived_budgets", "_tell", "_wanted_bytes", "arithmetic.has_indexer")
 RAISES = """
 from tightrank_adapter.sglang import indexer

@@ -150,7 +150,7 @@ def test_the_real_score_path_answers_the_same_within_a_smaller_peak(score_path: 
     assert result["same"] and result["found"] == 512 * 64
     small, large, again = result["peaks"]
     assert large > 300 * MIB, "the scores in one piece: 128 MiB, and their transients"
-    assert max(small, again) < 100 * MIB, "pieces of 16 MiB, and their transients"
+    assert 2 * max(small, again) < large, "pieces of 16 MiB, and their transients"
 
 
 def test_a_real_release_says_what_it_holds(score_path: tuple[dict[str, Any], wire.Hello]) -> None:

@@ -6,7 +6,7 @@ answer at most that, and on a device that uses the host's memory they count avai
 of the class Indexer, which keeps what was derived once, is lowered after the model is loaded.
 
 `_SM120_INDEXER_M_CHUNK` and `_PREFILL_GRAPH_INDEXER_ROW_CHUNK` are left alone: they count rows that a kernel or a graph
-can take, not bytes.
+can take, not bytes. No collective lies within the pieces, so ranks may differ in them.
 """
 import sys
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
@@ -69,12 +69,21 @@ def _wanted_bytes() -> int:
 
 
 def derived(module: Any) -> None:
-    """Gets sglang.srt.layers.attention.mqa_logits_utils (0.5.21 on), before others take its functions over by name."""
+    """Gets sglang.srt.layers.attention.mqa_logits_utils (0.5.21 on). Raises fault.Missing for a release without its parts."""
     if rank.settings().observes(HOOK):
         return
     lowered = _lowered(fault.require(module, _DERIVED[0]), fault.require(module, "mqa_logits_free_mem_fraction"))
-    fault.wrap(module, _DERIVED[0], HOOK, after=lowered)
-    fault.wrap(module, _DERIVED[1], HOOK, after=lambda token, own, **kwargs: fault.Answer(min(own, _wanted_bytes())))
+    _wrap(module, _DERIVED[0], lowered)
+    _wrap(module, _DERIVED[1], lambda token, own, **kwargs: fault.Answer(min(own, _wanted_bytes())))
+
+
+def _wrap(module: Any, name: str, after: Any) -> None:
+    """Also where the function was taken over by name before: SGLang's plugin door opens when its modules are loaded."""
+    original = fault.require(module, name)
+    fault.wrap(module, name, HOOK, after=after)
+    for path, other in list(sys.modules.items()):
+        if path.startswith(_ATTENTION) and vars(other).get(name) is original:
+            setattr(other, name, getattr(module, name))
 
 
 def _lowered(original: Any, fraction: Any) -> Any:
