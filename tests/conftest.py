@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import hooks_table
 import pytest
 from helpers import ROOT, free_ports, kill, session_pids
 
@@ -16,6 +17,35 @@ TIERS = ("unit", "process", "adapter", "engines", "docker")  # the quick ones fi
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the tests marked `full` too")
+    parser.addoption("--hooks-table", choices=("check", "write"), help="the table of docs/hooks.md and what this run proved")
+
+
+_proofs: list[hooks_table.Proof] = []
+
+
+@pytest.fixture
+def proves(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """`proves(engine, release, hook, ..., by="server")`: this test saw those hooks do their work (tests/hooks_table.py)."""
+    def say(engine: str, release: str, *hooks: str, by: str) -> None:
+        for hook in hooks:
+            record_property("proves", (engine, release.partition("+")[0], hook, by))
+    return say
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.passed:
+        _proofs.extend(tuple(value) for name, value in report.user_properties if name == "proves")  # type: ignore[misc]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After a whole run: the document says what was proved, no more and no less."""
+    wanted = session.config.getoption("--hooks-table")
+    if wanted == "write":
+        hooks_table.write(_proofs)
+    elif wanted == "check" and hooks_table.render(_proofs) != hooks_table.written():
+        print(f"\n{hooks_table.DOCUMENT}: its table is not what this run proved (scripts/hooks-table writes it):\n"
+              f"{hooks_table.render(_proofs)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -59,7 +59,7 @@ def count(worker: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_tightest_rank_sizes_the_kv_cache_of_both(make: Make, engine: str) -> None:
+def test_the_tightest_rank_sizes_the_kv_cache_of_both(make: Make, engine: str, proves: Callable[..., None]) -> None:
     # What the engine itself takes up to sizing, about 1.5 GiB a rank, comes off these 4 GiB; its own number is over 4 GiB.
     keep = memory.host().free_bytes // 2 - 4 * GIB
     deployment = make(engine, f"{GIB}B+{keep}B")
@@ -74,6 +74,7 @@ def test_the_tightest_rank_sizes_the_kv_cache_of_both(make: Make, engine: str) -
     assert all(rank["hooks"]["headroom"]["state"] == "in-force" for rank in holders(worker))
     assert any(found["sentence"] in event["sentence"] for event in deployment.events("hello"))
     assert deployment.terminate() == 0
+    proves(engine, worker["engine_version"], "headroom", by="server")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -28,6 +28,7 @@ ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THR
 ISOLATED = ("import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
             "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)")
 Start = Callable[..., RawEngine]
+Proves = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def engine(expected: list[list[int]], start: Start) -> RawEngine:
     return start()
 
 
-def test_every_process_says_hello_with_its_hooks_in_force(engine: RawEngine) -> None:
+def test_every_process_says_hello_with_its_hooks_in_force(engine: RawEngine, proves: Proves) -> None:
     assert {hello.role for hello in engine.hellos()} == {"main", "scheduler", "detokenizer"}
     scheduler = engine.hello("scheduler")
     assert {name: hook["state"] for name, hook in scheduler.hooks.items()} == dict.fromkeys(HOOKS, "in-force")
@@ -127,6 +128,7 @@ def test_every_process_says_hello_with_its_hooks_in_force(engine: RawEngine) -> 
     assert scheduler.engine_version.startswith("0.")
     assert scheduler.facts["line_budget"] == BUDGET and scheduler.facts["granule_tokens"] == GRANULE
     assert all(wire.start_time(hello.pid) == hello.start_time for hello in engine.hellos())
+    proves("sglang", engine.hello("scheduler").engine_version, "ranks", by="server")
 
 
 def test_chunks_are_the_schedule_at_every_prefix_cold_and_on_a_cached_prefix(engine: RawEngine) -> None:
@@ -146,7 +148,7 @@ def test_chunks_are_the_schedule_at_every_prefix_cold_and_on_a_cached_prefix(eng
     assert_under_the_line(warm)
 
 
-def test_mixed_prompts_in_flight_keep_every_batch_under_the_line(engine: RawEngine) -> None:
+def test_mixed_prompts_in_flight_keep_every_batch_under_the_line(engine: RawEngine, proves: Proves) -> None:
     before, prompts = mark(engine), [prompt(length, 200 + salt) for salt, length in enumerate(MIXED)]
     outputs = all_at_once(engine, prompts)
     steps = engine.steps_until(before, sum(MIXED))
@@ -155,9 +157,10 @@ def test_mixed_prompts_in_flight_keep_every_batch_under_the_line(engine: RawEngi
     for step in steps:
         assert sum(new >= GRANULE for _, new in step.chunks) or step.rows < GRANULE
     assert outputs == [generate(engine, ids, 8) for ids in prompts]
+    proves("sglang", engine.hello("scheduler").engine_version, "line", by="server")
 
 
-def test_the_heap_goes_back_after_every_chunk(engine: RawEngine) -> None:
+def test_the_heap_goes_back_after_every_chunk(engine: RawEngine, proves: Proves) -> None:
     """The counter is written at most once a second."""
     before = mark(engine)
     time.sleep(1.1)
@@ -167,6 +170,7 @@ def test_the_heap_goes_back_after_every_chunk(engine: RawEngine) -> None:
     time.sleep(1.1)
     generate(engine, prompt(70, 251))
     wait_until(lambda: engine.hello("scheduler").facts["cache_releases"] >= before + len(steps), 10, "the counter")
+    proves("sglang", engine.hello("scheduler").engine_version, "empty-cache", by="server")
 
 
 def test_budget_cut_tenfold_in_the_middle_of_a_prompt(engine: RawEngine) -> None:

@@ -113,7 +113,7 @@ def test_without_the_adapter_nobody_says_hello(plain: Plain) -> None:
     assert plain.hellos == []
 
 
-def test_every_process_says_hello_with_its_hooks_in_force(steered: RawEngine) -> None:
+def test_every_process_says_hello_with_its_hooks_in_force(steered: RawEngine, proves: Proves) -> None:
     main, core, worker = (steered.hello(role) for role in ("main", "engine-core", "worker"))
     in_force = {"state": wire.IN_FORCE, "wanted": "", "found": ""}
     assert main.pid == steered.process.pid
@@ -128,6 +128,7 @@ def test_every_process_says_hello_with_its_hooks_in_force(steered: RawEngine) ->
     assert core.facts["context_tokens"] == CONTEXT
     assert core.facts["kv_tokens"] > CONTEXT
     assert core.facts["line_budget"] == BUDGET
+    proves("vllm", core.engine_version, "ranks", "empty-cache", by="server")
 
 
 def test_chunks_of_one_prompt_are_the_schedule_at_every_prefix(steered: RawEngine) -> None:
@@ -150,7 +151,7 @@ def test_the_first_chunk_after_a_cached_prefix_counts_that_prefix(steered: RawEn
     assert chunks(steps) == expected(6500, cached=3968)
 
 
-def test_prompts_in_flight_together_stay_under_the_line(steered: RawEngine) -> None:
+def test_prompts_in_flight_together_stay_under_the_line(steered: RawEngine, proves: Proves) -> None:
     lengths = (6000, 37, 2500, 1, 4100, 900, 1300, 3000)
     before = len(steered.steps())
     with ThreadPoolExecutor(len(lengths)) as pool:
@@ -163,6 +164,7 @@ def test_prompts_in_flight_together_stay_under_the_line(steered: RawEngine) -> N
     ends = set(lengths)
     slivers = [chunk for chunk in chunks(steps) if chunk[1] < 128 and sum(chunk) not in ends]
     assert slivers == []
+    proves("vllm", steered.hello("engine-core").engine_version, "line", by="server")
 
 
 def test_a_budget_cut_in_the_middle_of_a_prompt_takes_effect_and_the_prompt_ends(steered: RawEngine) -> None:

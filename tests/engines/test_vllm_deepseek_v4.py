@@ -26,7 +26,8 @@ def test_the_score_buffer_of_two_prompts_in_flight_stays_under_the_budget(tmp_pa
             "--host", "127.0.0.1", "--port", str(PORT), "--served-model-name", "tiny", "--load-format", "dummy",
             "--kv-cache-dtype", "fp8", "--max-model-len", "16384", "--max-num-batched-tokens", "2048",
             "--max-num-seqs", "4", "--enforce-eager"]
-    engine = RawEngine(tmp_path / "run", argv, PORT, wire.Settings("deepseek", 1, "vllm", {"ranks": {}, "line": line}),
+    engine = RawEngine(tmp_path / "run", argv, PORT, wire.Settings("deepseek", 1, "vllm", 
+                       {"ranks": {}, "line": line, "indexer": {"budget_bytes": 16 << 20}}),
                        python_path=str(ROOT / "scripts" / "cpu" / "deepseek_v4" / "plugin"),
                        env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
                             "MALLOC_MMAP_THRESHOLD_": "1048576", "DEEPSEEK_V4_SCORES": str(scores)})

@@ -85,7 +85,7 @@ def _line(case: _Case) -> dict[str, Any]:
 
 
 def _indexer(case: _Case) -> dict[str, Any]:
-    return {"budget_bytes": case.config.indexer.budget_bytes}
+    return {"budget_bytes": case.config.indexer.budget_bytes, "ranks": case.ranks}
 
 
 def _headroom(case: _Case) -> dict[str, Any]:

@@ -4,8 +4,8 @@ The supervisor starts vLLM with that variable. vLLM reads it at call time throug
 once a worker is complete, so here it is set where it is missing, before a worker is made, and read back when the worker's
 model is loaded: before its first use, the run that measures the memory of a step.
 
-The variable bounds one call's [rows, keys] logits by splitting rows. What it does not bound: DeepSeek-V4 on the CPU, whose
-metadata builder (models/deepseek_v4/cpu/cpu_mla.py) makes one chunk of everything.
+The variable bounds one call's [rows, keys] logits by splitting rows. A metadata builder that does not split by it, as that
+of DeepSeek-V4 on the CPU (models/deepseek_v4/cpu/cpu_mla.py), is told by a trial and refused.
 """
 import os
 import sys
@@ -17,6 +17,8 @@ from .. import indexer as arithmetic
 from . import ranks
 
 HOOK, NAME = "indexer", "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"
+SPLIT = "_split_indexer_prefill_chunks"
+_ROWS, _KEYS, _TRIAL_BYTES = 4096, 1 << 16, 1 << 20  # four rows of fp32 at a time
 
 
 def _wanted_mib() -> int:
@@ -53,10 +55,27 @@ def _finish(worker: Any) -> None:
     model = fault.require(worker, "get_model")()
     if not arithmetic.has_indexer(model):
         raise fault.Missing("a model with an indexer, which reads %s" % NAME, "%s has none" % type(model).__name__)
+    _try_builders(model)
     rank.fact(HOOK, {NAME: found << 20})
     if rank.settings().observes(HOOK):
         rank.fact("indexer_wanted", {NAME: _wanted_mib() << 20})
     rank.hook(HOOK, wire.IN_FORCE)
+
+
+def _try_builders(model: Any) -> None:
+    """Raises fault.Missing for a builder of the model's whose pieces do not keep a bound. <= 0.29 splits without one."""
+    for name, layer in model.named_modules():
+        if "indexer" in (name + type(layer).__name__).lower() and hasattr(layer, "get_attn_backend"):
+            builder = layer.get_attn_backend().get_builder_cls()
+            if hasattr(builder, SPLIT) and _largest_rows(getattr(builder, SPLIT)) * _KEYS * 4 > _TRIAL_BYTES:
+                raise fault.Missing("an indexer that splits its rows by %s" % NAME,
+                                    "%s, which takes them all at once" % builder.__name__)
+
+
+def _largest_rows(split: Any) -> int:
+    torch = import_module("torch")
+    pieces = split(torch.tensor([_KEYS]), torch.tensor([_ROWS]), _ROWS * _KEYS, _TRIAL_BYTES)
+    return max(int(rows.stop - rows.start) for _, rows in pieces)
 
 
 def budget_mib() -> int:
