@@ -9,12 +9,13 @@ dtype) the engine's bf16 path does, as for the counts of a backport.
 """
 import inspect
 import sys
-from typing import Any, Dict, List, Optional
+from importlib import import_module
+from typing import Any, Dict, List, Optional, Tuple
 
 from .. import fault, heads, rank, wire
 from . import padding, ranks
 
-HOOK = "heads"
+HOOK = padding.HOOK
 MARK = "tightrank_heads"  # on an attention object: its Padded; on a metadata builder: its stand-in at the kernels' width
 BACKPORT, REPAIR, NOT_NEEDED = "backport", "repair", "not needed"
 _FP8_CACHES = ("fp8", "fp8_e4m3", "fp8_e5m2")
@@ -44,7 +45,8 @@ def install(module: Any) -> None:
 
 def worker(module: Any) -> None:
     """Gets vllm.v1.worker.gpu_worker. After initialize_from_config all layers and metadata builders exist."""
-    fault.wrap(fault.require(module, "Worker", ranks.release()), "initialize_from_config", HOOK, after=_settle)
+    fault.wrap(fault.require(module, "Worker", ranks.release()), "initialize_from_config", HOOK, after=_settle,
+               fallback=lambda *args, **kwargs: None)  # the state is told even when faults have turned the hook off
 
 
 def _observing() -> bool:
@@ -72,7 +74,7 @@ def _decide(module: Any, impl: Any) -> None:
     if not impl._fp8_prefill_enabled:
         _modes[count] = BACKPORT
         return
-    seen = padding.seen(module, impl)
+    seen = fault.drilled("padding.seen", padding.seen)(module, impl)
     if seen.wide != heads.width(count):
         raise fault.Missing("FP8 prefill of %d heads at %d" % (count, heads.width(count)),
                             "at %d in %s" % (seen.wide, ranks.release()))
@@ -91,18 +93,20 @@ def _forward(impl: Any, q: Any, kv_c_normed: Any, k_pe: Any, kv_c_and_k_pe_cache
 
 def _takes_fp8(metadata: Any, output: Any) -> bool:
     """The builder made a plan (it sets the number of tiles last), no context, and an output that bf16 can be written to."""
-    import torch
-    return (getattr(metadata, "fp8_prefill_num_partial_tiles", None) is not None and output.dtype == torch.bfloat16
+    return (getattr(metadata, "fp8_prefill_num_partial_tiles", None) is not None and _is_bf16(output.dtype)
             and metadata.prefill is not None and metadata.prefill.chunked_context is None)
 
 
 def _refused(vllm_config: Any) -> str:
     """Why the kernels may not run: they are for an FP8 KV cache, and write bf16 through a bare pointer."""
-    import torch
     cache, model = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
-    if cache in _FP8_CACHES and model == torch.bfloat16:
+    if cache in _FP8_CACHES and _is_bf16(model):
         return ""
     return "KV cache %s, model %s" % (cache, str(model).replace("torch.", ""))
+
+
+def _is_bf16(dtype: Any) -> bool:
+    return dtype is sys.modules["torch"].bfloat16
 
 
 def _gate(builder: Any, *args: Any, **kwargs: Any) -> Optional[fault.Answer]:
@@ -116,7 +120,7 @@ def _gate(builder: Any, *args: Any, **kwargs: Any) -> Optional[fault.Answer]:
 def _builder_starts(*args: Any, **kwargs: Any) -> None:
     del _asked[:]
     if _module()._fp8_mla_prefill_supported():
-        import aiter
+        aiter = import_module("aiter")
         if not fault.is_wrapped(fault.require(aiter, "get_ps_metadata_info_v1"), HOOK):
             fault.wrap(aiter, "get_ps_metadata_info_v1", HOOK, before=_width_asked)
 
@@ -129,18 +133,20 @@ def _builder_made(token: None, result: None, builder: Any, kv_cache_spec: Any, l
                   device: Any) -> None:
     """Makes the metadata's buffers at the kernels' width where the release left its own path off."""
     module, count = _module(), builder.num_heads
+    if not builder._fp8_prefill_enabled and _may_run(module, vllm_config, count):
+        wide = padding.As(builder, num_heads=heads.width(count))
+        _init_buffers(module, wide, vllm_config, device)
+        tiles, tokens = builder.fp8_ps_reduce_partial_map.numel(), vllm_config.scheduler_config.max_num_batched_tokens
+        padding.reserve(padding.scratch(wide.num_heads, builder.mla_dims.v_head_dim, tiles, tokens))
+        setattr(builder, MARK, wide)
+    if _asked:
+        _widths[count] = _asked[-1]
+
+
+def _may_run(module: Any, vllm_config: Any, count: int) -> bool:
+    """The gate of the change: kernels, FP8 KV cache and bf16 model, a head count that the release takes at all."""
     valid = fault.require(fault.require(module, "AiterMLAHelper"), "is_valid_num_heads")
-    if builder._fp8_prefill_enabled or not module._fp8_mla_prefill_supported() or _refused(vllm_config) or not valid(count):
-        if builder._fp8_prefill_enabled and _asked:
-            _widths[count] = _asked[-1]
-        return
-    wide = padding.As(builder, num_heads=heads.width(count))
-    _init_buffers(module, wide, vllm_config, device)
-    limits = vllm_config.scheduler_config
-    tiles = builder.fp8_ps_reduce_partial_map.numel()
-    padding.reserve(padding.scratch(wide.num_heads, builder.mla_dims.v_head_dim, tiles, limits.max_num_batched_tokens))
-    setattr(builder, MARK, wide)
-    _widths[count] = _asked[-1]
+    return bool(module._fp8_mla_prefill_supported() and not _refused(vllm_config) and valid(count))
 
 
 def _init_buffers(module: Any, wide: Any, vllm_config: Any, device: Any) -> None:
@@ -176,24 +182,35 @@ def _settle(token: None, result: Any, worker: Any, *args: Any, **kwargs: Any) ->
     rank.hook(HOOK, wire.FAILED, wanted, found)
 
 
-def _unmet(module: Any, worker: Any) -> "tuple[str, str]":
+def _unmet(module: Any, worker: Any) -> Tuple[str, str]:
     """(wanted, found) of the first thing that is not as it must be, or two empty texts."""
     backends = _backends(worker.vllm_config)
     on_device = "attention backend %s on device %s" % (", ".join(backends) or "none", worker.device)
-    mine = {layer.impl.num_heads for layer in _layers(worker.vllm_config) if _is_ours(module, layer)}
-    if not mine:
+    impls = [layer.impl for layer in _layers(worker.vllm_config) if _is_ours(module, layer)]
+    if not impls:
         return _WANTED, on_device
     if not module._fp8_mla_prefill_supported():
-        return "%s kernels (gfx950, AITER's mla_prefill_ps_asm_fwd and mla_reduce_v1)" % _WANTED, on_device
+        return "%s (gfx950, AITER's mla_prefill_ps_asm_fwd and mla_reduce_v1)" % _WANTED, on_device
     refused = _refused(worker.vllm_config)
     if refused:
         return "an FP8 KV cache and a bfloat16 model", refused
-    for count in sorted(mine):
-        if count not in _modes:
-            return "FP8 prefill of %d heads" % count, "not asked of %s, see the faults" % ranks.release()
-        if not _observing() and _widths.get(count) != heads.width(count):
-            return ("metadata for %d heads at %d" % (count, heads.width(count)),
-                    "at %s in %s" % (_widths.get(count), ranks.release()))
+    if fault.is_off(HOOK):
+        return "FP8 prefill padded by us", "%d faults of ours, see there" % fault.LIMIT
+    return next((unmet for unmet in map(_unmet_by, impls) if unmet[0]), ("", ""))
+
+
+def _unmet_by(impl: Any) -> Tuple[str, str]:
+    """The same for one attention object: asked, ours in place if needed, metadata as wide as the forward pass."""
+    count, mode = impl.num_heads, _modes.get(impl.num_heads)
+    wide, metadata = heads.width(count), _widths.get(count)
+    if mode is None:
+        return "FP8 prefill of %d heads" % count, "not asked of %s, see the faults" % ranks.release()
+    if _observing():
+        return "", ""
+    if mode != NOT_NEEDED and not (hasattr(impl, MARK) and fault.is_wrapped(type(impl).forward_mha, HOOK)):
+        return "%s of FP8 prefill of %d heads" % (mode, count), "not in place in %s, see the faults" % ranks.release()
+    if metadata != wide:
+        return "metadata for %d heads at %d" % (count, wide), "at %s in %s" % (metadata, ranks.release())
     return "", ""
 
 

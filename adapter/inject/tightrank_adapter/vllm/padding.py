@@ -5,12 +5,15 @@ heads beside the real ones change nothing in these. We always tile: head j of th
 and the real ones come back as the first. The release's own functions are run on a stand-in for its object (`As`), so
 that its kernel calls, arguments and all, stay its own.
 """
+import sys
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, Callable, List, NamedTuple, Tuple
 
 from .. import fault, heads
 
+HOOK = "heads"
 _IDENTITY_BITS = 8  # a head's number in 0 and 1, which every FP8 form holds exactly
 BACKEND = "vllm.v1.attention.backends.mla.rocm_aiter_mla"
 
@@ -34,7 +37,7 @@ def scratch(wide: int, value_dim: int, tiles: int, tokens: int) -> List[Tuple[Tu
     The manager lays out what is asked for together in that order from its start, so the release's own request, made
     while ours is in use, gets the same first three places.
     """
-    import torch
+    torch = sys.modules["torch"]
     rows = tiles * heads.TILE_TOKENS
     return [((rows, wide, value_dim), torch.float32), ((rows, wide), torch.float32), ((tokens, wide), torch.float32),
             ((tokens, wide, value_dim), torch.bfloat16)]
@@ -42,15 +45,15 @@ def scratch(wide: int, value_dim: int, tiles: int, tokens: int) -> List[Tuple[Tu
 
 def reserve(shapes: List[Tuple[Tuple[int, ...], Any]]) -> Any:
     """The last of `shapes` from vLLM's workspace. Raises AssertionError when it is locked and too small."""
-    from vllm.v1.worker.workspace import current_workspace_manager
-    return current_workspace_manager().get_simultaneous(*shapes)[-1]
+    manager = import_module("vllm.v1.worker.workspace").current_workspace_manager()
+    return manager.get_simultaneous(*shapes)[-1]
 
 
 class Padded:
     """The FP8 prefill of one attention object at the kernels' width; `forward` has the engine's own arguments."""
 
     def __init__(self, module: Any, impl: Any) -> None:
-        import aiter  # the engine's, as its own gate found it
+        aiter = import_module("aiter")  # the engine's own gate found it
         self.heads, self.wide = impl.num_heads, heads.width(impl.num_heads)
         self._value_dim = impl.v_head_dim
         kernels = {"_mla_prefill_ps_asm_fwd": aiter.mla_prefill_ps_asm_fwd, "_mla_reduce_v1": aiter.mla_reduce_v1}
@@ -72,18 +75,20 @@ class Padded:
 
     def tile(self, tensor: Any) -> Any:
         """[tokens, heads, dim] -> FP8 [tokens, wide, dim]. FP8 first, as bytes: half the copy, and the same bits."""
-        import torch
-        from vllm.platforms import current_platform
-        form = current_platform.fp8_dtype()
+        torch, form = sys.modules["torch"], _platform().fp8_dtype()
         if self._index is None:
             self._index = torch.arange(self.wide, device=tensor.device) % self.heads
         return tensor.to(form).view(torch.uint8).index_select(1, self._index).view(form)
 
 
+def _platform() -> Any:
+    return import_module("vllm.platforms").current_platform
+
+
 def own(owner: Any, name: str) -> Callable[..., Any]:
     """The release's own function under our wrapper. Raises fault.Missing."""
     function = fault.require(owner, name)
-    while fault.is_wrapped(function, "heads"):
+    while fault.is_wrapped(function, HOOK):
         function = function.__wrapped__
     return function  # type: ignore[no-any-return]
 
@@ -96,10 +101,10 @@ class Seen(NamedTuple):
 
 def seen(module: Any, impl: Any) -> Seen:
     """Runs the release's own forward_mha over heads that hold their number, with kernels that copy values to outputs."""
-    import torch
-    from vllm.platforms import current_platform
-    device = torch.device(current_platform.device_type)
-    tokens, count, widths = 2, impl.num_heads, []
+    torch: Any = sys.modules["torch"]
+    tokens, count = 2, impl.num_heads
+    device = reserve(scratch(heads.width(count), impl.v_head_dim, 0, tokens)).device
+    widths: List[int] = []
 
     def numbered(dim: int) -> Any:
         numbers = torch.arange(count, device=device)
@@ -118,7 +123,7 @@ def seen(module: Any, impl: Any) -> Seen:
 
     metadata = object.__new__(module.AiterMLAMetadata)
     metadata.prefill = SimpleNamespace(chunked_context=None)
-    metadata.fp8_prefill_qo_indptr, metadata.fp8_prefill_num_partial_tiles = metadata, 1
+    metadata.fp8_prefill_qo_indptr, metadata.fp8_prefill_num_partial_tiles = metadata, 0
     values = numbered(impl.v_head_dim)
     decompressed = torch.cat([numbered(impl.qk_nope_head_dim), values], dim=-1)
     asked = As(impl, _mla_prefill_ps_asm_fwd=attend, _mla_reduce_v1=lambda *args: None, _fp8_prefill_enabled=True,
