@@ -81,6 +81,8 @@ def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     found.ask("fp16-model", counts=SOME, dtype="float16")
     found.ask("no-gfx950", counts=SOME, no_gfx950=True)
     found.ask("another-backend", counts=[], backends=["TRITON_MLA"])
+    found.ask("context", counts=SOME, context=True)
+    found.ask("gated", counts=SOME, gated=True)
     found.ask("renamed", counts=[], without=["AiterMLAImpl", "_mla_fp8_prefill_attn"])
     for place in PLACES:
         found.ask("drill " + place, counts=SOME, drill=place, fused=True)
@@ -138,8 +140,10 @@ def test_a_count_that_the_engine_refuses_stays_refused(release: Release) -> None
 
 
 def test_observing_changes_nothing_and_says_what_it_would_do(release: Release) -> None:
-    bare = release.answers["bare-fused"]
-    assert release.answers["observed"] == {count: bare[count] for count in map(str, SOME)}
+    for count, answer in release.answers["observed"].items():
+        bare = release.answers["bare-fused"][count]
+        assert 0 <= answer.pop("reserved") - bare["reserved"] < 2**16  # the question's own scratch, where nothing else was
+        assert answer.items() <= bare.items()
     assert release.state("observed")["state"] == wire.OBSERVING
     needed = {8: "backport", 12: "backport"} if release.version == "0.28.0" else {8: "repair"}
     assert release.modes("observed") == {**dict.fromkeys(SOME, "not needed"), **needed}
@@ -187,6 +191,33 @@ def test_when_a_function_of_ours_raises_the_engine_answers(release: Release, pla
     assert {fault["where"] for fault in hello.facts["faults"]} == {place}
     if hello.hooks["heads"]["state"] == wire.IN_FORCE:
         assert wrong(answers) == {}
+
+
+@pytest.mark.parametrize("place", ["AiterMLAImpl.forward_mha", "AiterMLAMetadataBuilder.build"])
+def test_where_the_release_is_wrong_or_cannot_the_bf16_path_stands_in_for_us(release: Release, place: str) -> None:
+    """Its own path is off wherever ours is in its place: a fault while serving never brings wrong heads back."""
+    answers = release.answers["drill " + place]
+    if release.version == "0.28.0":
+        assert [answers[count]["path"] for count in ("8", "12", "16")] == ["bf16", "bf16", "fp8"]
+    elif place == "AiterMLAImpl.forward_mha":
+        assert answers["8"]["path"] == "bf16"
+    else:  # its own builder made the plan
+        assert wrong(answers) == {}
+
+
+def test_a_prompt_that_continues_takes_the_engines_bf16_path(release: Release) -> None:
+    for answer in release.answers["context"].values():
+        assert (answer["path"], answer["plan_width"]) == ("bf16", None)
+    assert release.state("context")["state"] == wire.IN_FORCE
+
+
+def test_a_gate_that_is_closed_for_another_reason_stays_closed(release: Release) -> None:
+    answers = release.answers["gated"]
+    padded = [] if release.version == "0.28.0" else ["8", "12"]  # 0.28 does not pad: there the reason is the count
+    assert {answers[count]["path"] for count in [*padded, "16"]} == {"bf16"}
+    state = release.state("gated")
+    assert state["state"] == wire.FAILED
+    assert "left off by the gate" in state["found"]
 
 
 def test_bytes_are_those_that_the_release_reserves(release: Release) -> None:

@@ -1,7 +1,7 @@
 """Hook `heads` on vLLM: the FP8 MLA prefill of ROCm's AITER backend at every head count its kernels can be padded to.
 
 Which of three things a release needs is asked of its own functions, once for each head count (`padding.seen`):
-  backport     its gate leaves the path off for this count: the path as it is at the kernels' width, and its metadata
+  backport     it does not pad, so its gate leaves the path off: the path as it is at the kernels' width, and its metadata
   repair       its path gives heads back in wrong places: ours in its place, its metadata is right
   not needed   every head comes back in its own place
 Its own path is off for the counts that are repaired, so wherever ours does not answer (a fault, a context, another
@@ -70,15 +70,16 @@ def _impl_made(token: None, result: None, impl: Any, *args: Any, **kwargs: Any) 
 
 
 def _decide(module: Any, impl: Any) -> None:
-    count = impl.num_heads
-    if not impl._fp8_prefill_enabled:
+    """A release that pads by itself and still leaves its path off has a reason of its own, which we leave to it."""
+    count, is_on = impl.num_heads, impl._fp8_prefill_enabled
+    wide, seen = heads.width(count), fault.drilled("padding.seen", padding.seen)(module, impl)
+    if is_on and seen.wide == wide:
+        _modes[count] = NOT_NEEDED if seen.exact else REPAIR
+    elif not is_on and seen.wide == count < wide:
         _modes[count] = BACKPORT
-        return
-    seen = fault.drilled("padding.seen", padding.seen)(module, impl)
-    if seen.wide != heads.width(count):
-        raise fault.Missing("FP8 prefill of %d heads at %d" % (count, heads.width(count)),
-                            "at %d in %s" % (seen.wide, ranks.release()))
-    _modes[count] = NOT_NEEDED if seen.exact else REPAIR
+    else:
+        raise fault.Missing("FP8 prefill of %d heads at %d" % (count, wide), "%s, at %d, in %s" % (
+            "on" if is_on else "left off by the gate", seen.wide, ranks.release()))
 
 
 def _forward(impl: Any, q: Any, kv_c_normed: Any, k_pe: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, k_scale: Any,
@@ -131,22 +132,16 @@ def _width_asked(batch_size: Any = None, num_head_k: Any = None, *args: Any, **k
 
 def _builder_made(token: None, result: None, builder: Any, kv_cache_spec: Any, layer_names: Any, vllm_config: Any,
                   device: Any) -> None:
-    """Makes the metadata's buffers at the kernels' width where the release left its own path off."""
-    module, count = _module(), builder.num_heads
-    if not builder._fp8_prefill_enabled and _may_run(module, vllm_config, count):
+    """Makes the metadata's buffers at the kernels' width where ours is a backport."""
+    count = builder.num_heads
+    if _modes.get(count) == BACKPORT and not builder._fp8_prefill_enabled and not _refused(vllm_config):
         wide = padding.As(builder, num_heads=heads.width(count))
-        _init_buffers(module, wide, vllm_config, device)
+        _init_buffers(_module(), wide, vllm_config, device)
         tiles, tokens = builder.fp8_ps_reduce_partial_map.numel(), vllm_config.scheduler_config.max_num_batched_tokens
         padding.reserve(padding.scratch(wide.num_heads, builder.mla_dims.v_head_dim, tiles, tokens))
         setattr(builder, MARK, wide)
     if _asked:
         _widths[count] = _asked[-1]
-
-
-def _may_run(module: Any, vllm_config: Any, count: int) -> bool:
-    """The gate of the change: kernels, FP8 KV cache and bf16 model, a head count that the release takes at all."""
-    valid = fault.require(fault.require(module, "AiterMLAHelper"), "is_valid_num_heads")
-    return bool(module._fp8_mla_prefill_supported() and not _refused(vllm_config) and valid(count))
 
 
 def _init_buffers(module: Any, wide: Any, vllm_config: Any, device: Any) -> None:

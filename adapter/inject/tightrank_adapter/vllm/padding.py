@@ -19,7 +19,7 @@ BACKEND = "vllm.v1.attention.backends.mla.rocm_aiter_mla"
 
 
 class As:
-    """An engine's object with some attributes of ours; all others are read from it and written to it."""
+    """An engine's object with some attributes of ours. All others are read from it and written to it."""
 
     def __init__(self, inner: Any, **ours: Any) -> None:
         self.__dict__.update(ours, _inner=inner)
@@ -28,7 +28,10 @@ class As:
         return getattr(self.__dict__["_inner"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_inner"], name, value)
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            setattr(self.__dict__["_inner"], name, value)
 
 
 def scratch(wide: int, value_dim: int, tiles: int, tokens: int) -> List[Tuple[Tuple[int, ...], Any]]:
@@ -102,35 +105,51 @@ class Seen(NamedTuple):
 def seen(module: Any, impl: Any) -> Seen:
     """Runs the release's own forward_mha over heads that hold their number, with kernels that copy values to outputs."""
     torch: Any = sys.modules["torch"]
-    tokens, count = 2, impl.num_heads
-    device = reserve(scratch(heads.width(count), impl.v_head_dim, 0, tokens)).device
-    widths: List[int] = []
+    tokens, count, value_dim = 2, impl.num_heads, impl.v_head_dim
+    device = reserve(scratch(heads.width(count), value_dim, 0, tokens)).device
+    nope, rope, values = (_numbered(tokens, count, dim, device)
+                          for dim in (impl.qk_nope_head_dim, impl.qk_rope_head_dim, value_dim))
+    latent = torch.cat([nope, values], dim=-1).view(tokens, -1)
+    kernel = _Copies()
+    asked = As(impl, _mla_prefill_ps_asm_fwd=kernel.attend, _mla_reduce_v1=kernel.reduce, _fp8_prefill_enabled=True,
+               _fp8_prefill_one_scale=None, kv_b_proj=lambda rows: (latent,))
+    asked.__dict__["_mla_fp8_prefill_attn"] = partial(own(module.AiterMLAImpl, "_mla_fp8_prefill_attn"), asked)
+    out = torch.zeros_like(values).view(tokens, -1)
+    own(module.AiterMLAImpl, "forward_mha")(asked, torch.cat([nope, rope], dim=-1), None, torch.zeros_like(rope[:, :1]), None,
+                                            _plan(module), None, out)
+    return Seen(kernel.wide, torch.equal(out.view_as(values), values))
 
-    def numbered(dim: int) -> Any:
-        numbers = torch.arange(count, device=device)
-        tensor = torch.zeros(tokens, count, dim, dtype=torch.bfloat16, device=device)
-        for bit in range(_IDENTITY_BITS):
-            tensor[:, :, bit] = (numbers >> bit & 1).to(torch.bfloat16)
-        return tensor
 
-    def attend(q: Any, k: Any, v: Any, *rest: Any) -> None:
-        bits = [each[:, :, :_IDENTITY_BITS].float() for each in (q, k, v)]
-        if not torch.equal(bits[0], bits[1]) or not torch.equal(bits[1], bits[2]):
-            raise ValueError("queries, keys and values are padded in different ways")
-        [out] = [each for each in rest if isinstance(each, torch.Tensor) and each.dtype == torch.bfloat16]
-        widths.append(out.shape[1])
-        out.copy_(v.to(out.dtype))
+def _numbered(tokens: int, count: int, dim: int, device: Any) -> Any:
+    """bf16 [tokens, count, dim]: each head's number in the first bits, zeros behind."""
+    torch: Any = sys.modules["torch"]
+    numbers = torch.arange(count, device=device)
+    tensor = torch.zeros(tokens, count, dim, dtype=torch.bfloat16, device=device)
+    for bit in range(min(_IDENTITY_BITS, dim)):
+        tensor[:, :, bit] = (numbers >> bit & 1).to(torch.bfloat16)
+    return tensor
 
+
+def _plan(module: Any) -> Any:
+    """Metadata of a batch without context, as the builder would leave it, and without partial tiles."""
     metadata = object.__new__(module.AiterMLAMetadata)
     metadata.prefill = SimpleNamespace(chunked_context=None)
     metadata.fp8_prefill_qo_indptr, metadata.fp8_prefill_num_partial_tiles = metadata, 0
-    values = numbered(impl.v_head_dim)
-    decompressed = torch.cat([numbered(impl.qk_nope_head_dim), values], dim=-1)
-    asked = As(impl, _mla_prefill_ps_asm_fwd=attend, _mla_reduce_v1=lambda *args: None, _fp8_prefill_enabled=True,
-               kv_b_proj=lambda latent: (decompressed.view(tokens, -1),))
-    asked.__dict__["_mla_fp8_prefill_attn"] = partial(own(module.AiterMLAImpl, "_mla_fp8_prefill_attn"), asked)
-    out = torch.zeros(tokens, count * impl.v_head_dim, dtype=torch.bfloat16, device=device)
-    own(module.AiterMLAImpl, "forward_mha")(
-        asked, numbered(impl.qk_nope_head_dim + impl.qk_rope_head_dim), None,
-        torch.zeros(tokens, 1, impl.qk_rope_head_dim, dtype=torch.bfloat16, device=device), None, metadata, None, out)
-    return Seen(widths[0], torch.equal(out.view_as(values), values))
+    return metadata
+
+
+class _Copies:
+    """Stands in for both kernels: each output head is the value head of the same place."""
+    wide = 0
+
+    def attend(self, q: Any, k: Any, v: Any, *rest: Any) -> None:
+        torch: Any = sys.modules["torch"]
+        numbers = [each[:, :, :_IDENTITY_BITS].float() for each in (q, k, v)]
+        if not torch.equal(numbers[0], numbers[1]) or not torch.equal(numbers[1], numbers[2]):
+            raise ValueError("queries, keys and values are padded in different ways")
+        [out] = [each for each in rest if isinstance(each, torch.Tensor) and each.dtype == torch.bfloat16]
+        self.wide = out.shape[1]
+        out.copy_(v.to(out.dtype))
+
+    def reduce(self, *args: Any) -> None:
+        """Nothing is in parts."""
