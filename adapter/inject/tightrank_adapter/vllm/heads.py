@@ -63,9 +63,9 @@ def _impl_made(token: None, result: None, impl: Any, *args: Any, **kwargs: Any) 
     if not module._fp8_mla_prefill_supported() or impl.kv_cache_dtype not in _FP8_CACHES:
         return
     if count not in _modes:
-        fault.contained(HOOK, "padding.seen", _decide, module)(impl)
+        fault.contained(HOOK, "AiterMLAImpl.padding", _decide, module)(impl)
     if _modes.get(count, NOT_NEEDED) != NOT_NEEDED and not _observing():
-        setattr(impl, MARK, padding.Padded(module, impl))
+        setattr(impl, MARK, padding.Padded(module, impl, import_module("aiter")))
         impl._fp8_prefill_enabled = False
 
 
@@ -74,12 +74,17 @@ def _decide(module: Any, impl: Any) -> None:
     count, is_on = impl.num_heads, impl._fp8_prefill_enabled
     wide, seen = heads.width(count), fault.drilled("padding.seen", padding.seen)(module, impl)
     if is_on and seen.wide == wide:
-        _modes[count] = NOT_NEEDED if seen.exact else REPAIR
+        mode = NOT_NEEDED if seen.exact else REPAIR
     elif not is_on and seen.wide == count < wide:
-        _modes[count] = BACKPORT
+        mode = BACKPORT
     else:
         raise fault.Missing("FP8 prefill of %d heads at %d" % (count, wide), "%s, at %d, in %s" % (
             "on" if is_on else "left off by the gate", seen.wide, ranks.release()))
+    if mode != NOT_NEEDED and not _observing():
+        ours = fault.drilled("padding.ours", padding.ours)(module, impl)
+        if ours != (wide, True):
+            raise fault.Missing("ours exact for %d heads at %d" % (count, wide), "%r in %s" % (ours, ranks.release()))
+    _modes[count] = mode
 
 
 def _forward(impl: Any, q: Any, kv_c_normed: Any, k_pe: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, k_scale: Any,

@@ -55,13 +55,13 @@ def reserve(shapes: List[Tuple[Tuple[int, ...], Any]]) -> Any:
 class Padded:
     """The FP8 prefill of one attention object at the kernels' width; `forward` has the engine's own arguments."""
 
-    def __init__(self, module: Any, impl: Any) -> None:
-        aiter = import_module("aiter")  # the engine's own gate found it
+    def __init__(self, module: Any, impl: Any, kernels: Any) -> None:
+        """`kernels`: AITER's module, or what stands in for it."""
         self.heads, self.wide = impl.num_heads, heads.width(impl.num_heads)
         self._value_dim = impl.v_head_dim
-        kernels = {"_mla_prefill_ps_asm_fwd": aiter.mla_prefill_ps_asm_fwd, "_mla_reduce_v1": aiter.mla_reduce_v1}
-        self._attend = partial(own(module.AiterMLAImpl, "_mla_fp8_prefill_attn"),
-                               As(impl, num_heads=self.wide, **kernels))
+        self._attend = partial(own(module.AiterMLAImpl, "_mla_fp8_prefill_attn"), As(
+            impl, num_heads=self.wide, _mla_prefill_ps_asm_fwd=kernels.mla_prefill_ps_asm_fwd,
+            _mla_reduce_v1=kernels.mla_reduce_v1))
         # Without the fused form of 0.33: it pads by a rule of AITER's own.
         self.forward = partial(own(module.AiterMLAImpl, "forward_mha"),
                                As(impl, _fp8_prefill_enabled=True, _fused_prefill_qkv=False,
@@ -103,21 +103,35 @@ class Seen(NamedTuple):
 
 
 def seen(module: Any, impl: Any) -> Seen:
-    """Runs the release's own forward_mha over heads that hold their number, with kernels that copy values to outputs."""
-    torch: Any = sys.modules["torch"]
-    tokens, count, value_dim = 2, impl.num_heads, impl.v_head_dim
-    device = reserve(scratch(heads.width(count), value_dim, 0, tokens)).device
-    nope, rope, values = (_numbered(tokens, count, dim, device)
-                          for dim in (impl.qk_nope_head_dim, impl.qk_rope_head_dim, value_dim))
-    latent = torch.cat([nope, values], dim=-1).view(tokens, -1)
-    kernel = _Copies()
-    asked = As(impl, _mla_prefill_ps_asm_fwd=kernel.attend, _mla_reduce_v1=kernel.reduce, _fp8_prefill_enabled=True,
-               _fp8_prefill_one_scale=None, kv_b_proj=lambda rows: (latent,))
+    """What the release's own forward_mha does with numbered heads, over kernels that copy values to outputs."""
+    kernels, (values, arguments) = _Copies(), _numbered_call(module, impl, 0)
+    asked = As(impl, _mla_prefill_ps_asm_fwd=kernels.mla_prefill_ps_asm_fwd, _mla_reduce_v1=kernels.mla_reduce_v1,
+               _fp8_prefill_enabled=True, _fp8_prefill_one_scale=None, kv_b_proj=lambda rows: rows)
     asked.__dict__["_mla_fp8_prefill_attn"] = partial(own(module.AiterMLAImpl, "_mla_fp8_prefill_attn"), asked)
-    out = torch.zeros_like(values).view(tokens, -1)
-    own(module.AiterMLAImpl, "forward_mha")(asked, torch.cat([nope, rope], dim=-1), None, torch.zeros_like(rope[:, :1]), None,
-                                            _plan(module), None, out)
-    return Seen(kernel.wide, torch.equal(out.view_as(values), values))
+    own(module.AiterMLAImpl, "forward_mha")(asked, *arguments)
+    return kernels.seen(values, arguments[-1])
+
+
+def ours(module: Any, impl: Any) -> Seen:
+    """The same of `Padded`, with a partial tile: its output must lie beside the release's scratch, not on it."""
+    kernels, (values, arguments) = _Copies(), _numbered_call(module, impl, 1)
+    Padded(module, As(impl, kv_b_proj=lambda rows: rows, _fp8_prefill_one_scale=None), kernels).forward(*arguments)
+    return kernels.seen(values, arguments[-1])
+
+
+def _numbered_call(module: Any, impl: Any, tiles: int) -> Tuple[Any, Tuple[Any, ...]]:
+    """The values, and arguments of forward_mha whose last is the output; for a kv_b_proj that answers what it gets."""
+    torch: Any = sys.modules["torch"]
+    tokens, count = 2, impl.num_heads
+    device = reserve(scratch(heads.width(count), impl.v_head_dim, tiles, tokens)).device
+    nope, rope, values = (_numbered(tokens, count, dim, device)
+                          for dim in (impl.qk_nope_head_dim, impl.qk_rope_head_dim, impl.v_head_dim))
+    latent = torch.cat([nope, values], dim=-1).view(tokens, -1)
+    metadata = object.__new__(module.AiterMLAMetadata)
+    metadata.prefill = SimpleNamespace(chunked_context=None)
+    metadata.fp8_prefill_qo_indptr, metadata.fp8_prefill_num_partial_tiles = metadata, tiles
+    return values, (torch.cat([nope, rope], dim=-1), [latent], torch.zeros_like(rope[:, :1]), None, metadata, None,
+                    torch.zeros_like(values).view(tokens, -1))
 
 
 def _numbered(tokens: int, count: int, dim: int, device: Any) -> Any:
@@ -130,19 +144,11 @@ def _numbered(tokens: int, count: int, dim: int, device: Any) -> Any:
     return tensor
 
 
-def _plan(module: Any) -> Any:
-    """Metadata of a batch without context, as the builder would leave it, and without partial tiles."""
-    metadata = object.__new__(module.AiterMLAMetadata)
-    metadata.prefill = SimpleNamespace(chunked_context=None)
-    metadata.fp8_prefill_qo_indptr, metadata.fp8_prefill_num_partial_tiles = metadata, 0
-    return metadata
-
-
 class _Copies:
-    """Stands in for both kernels: each output head is the value head of the same place."""
+    """Stands in for AITER: each output head is the value head of the same place, and the scratch is spoilt."""
     wide = 0
 
-    def attend(self, q: Any, k: Any, v: Any, *rest: Any) -> None:
+    def mla_prefill_ps_asm_fwd(self, q: Any, k: Any, v: Any, *rest: Any) -> None:
         torch: Any = sys.modules["torch"]
         numbers = [each[:, :, :_IDENTITY_BITS].float() for each in (q, k, v)]
         if not torch.equal(numbers[0], numbers[1]) or not torch.equal(numbers[1], numbers[2]):
@@ -151,5 +157,11 @@ class _Copies:
         self.wide = out.shape[1]
         out.copy_(v.to(out.dtype))
 
-    def reduce(self, *args: Any) -> None:
-        """Nothing is in parts."""
+    def mla_reduce_v1(self, *args: Any) -> None:
+        torch: Any = sys.modules["torch"]
+        for each in args:
+            if isinstance(each, torch.Tensor) and each.dtype == torch.float32:
+                each.fill_(torch.nan)
+
+    def seen(self, values: Any, out: Any) -> Seen:
+        return Seen(self.wide, bool(sys.modules["torch"].equal(out.view_as(values), values)))
