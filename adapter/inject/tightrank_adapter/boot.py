@@ -39,6 +39,8 @@ HOOKS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("headroom", "vllm.v1.worker.gpu_worker", "tightrank_adapter.vllm.headroom:gpu"),
         ("headroom", "vllm.v1.worker.cpu_worker", "tightrank_adapter.vllm.headroom:cpu"),
         ("empty-cache", "vllm.v1.worker.gpu_worker", "tightrank_adapter.vllm.empty_cache:install"),
+        ("heads", "vllm.v1.attention.backends.mla.rocm_aiter_mla", "tightrank_adapter.vllm.heads:install"),
+        ("heads", "vllm.v1.worker.gpu_worker", "tightrank_adapter.vllm.heads:worker"),
     ),
 }
 
