@@ -1,0 +1,38 @@
+"""Hook `indexer` on ATOM: reads back in each runner that its indexer's scores are bounded as wanted.
+
+ATOM has the bound itself since 2026-07-07, on the query axis. The supervisor sets its variable; the models' modules read it
+when they are imported, which is while a runner is made. A model without an indexer has nothing to bound.
+"""
+import sys
+from importlib import import_module
+from typing import Any
+
+from .. import fault, rank, wire
+from . import ranks
+
+HOOK = "indexer"
+VARIABLE, _CONSTANT = "ATOM_SPARSE_INDEXER_LOGITS_BUDGET_MB", "SPARSE_INDEXER_LOGITS_BUDGET_MB"
+_MODELS = ("atom.models.deepseek_v2", "atom.models.deepseek_v4")  # v2 holds V3.2 and GLM-5.2 too
+
+
+def install(module: Any) -> None:
+    """Gets atom.model_engine.model_runner."""
+    fault.wrap(fault.require(module, "ModelRunner"), "__init__", HOOK, after=_made)
+
+
+def _made(token: None, result: None, *args: Any, **kwargs: Any) -> None:
+    fault.contained(HOOK, VARIABLE, _verify)(import_module("atom.utils.envs"))
+
+
+def _verify(envs: Any) -> None:
+    """Raises fault.Missing for a release without the variable, or where another value counts."""
+    wanted = rank.settings().hooks[HOOK]["budget_bytes"]
+    if VARIABLE not in envs.environment_variables:
+        raise fault.Missing(VARIABLE, "no such variable in %s" % ranks.release())
+    found = {"atom.utils.envs": getattr(envs, VARIABLE) << 20}
+    found.update((name, getattr(sys.modules[name], _CONSTANT) << 20) for name in _MODELS if name in sys.modules)
+    rank.fact("indexer_budget_bytes", max(found.values()))
+    wrong = [name for name, size in found.items() if size != wanted]
+    if wrong and not rank.settings().observes(HOOK):
+        raise fault.Missing("%s %d bytes" % (VARIABLE, wanted), "%d in %s" % (found[wrong[0]], wrong[0]))
+    rank.hook(HOOK, wire.IN_FORCE)
