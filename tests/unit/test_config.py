@@ -67,7 +67,7 @@ def test_the_smallest_file(read: Read, tmp_path: Path) -> None:
     (GOOD.replace("port", "prot"), "tightrank.yaml:4: unknown key 'workers[].prot', did you mean 'workers[].port'?"),
     (GOOD + "engine: sglang\n",
      "tightrank.yaml:5: the file: the key 'engine' stands here twice, first at tightrank.yaml:2"),
-    (GOOD.replace("vllm", "vlm"), "tightrank.yaml:2: engine: vlm must be one of vllm, sglang"),
+    (GOOD.replace("vllm", "vlm"), "tightrank.yaml:2: engine: vlm must be one of vllm, sglang, atom"),
     (GOOD.replace("9001", "99999"), "tightrank.yaml:4: workers[0].port: 99999 must be between 1 and 65535"),
     (GOOD.replace("9001", "1:30"),
      "tightrank.yaml:4: workers[0].port: 1:30 must be a whole number, for example 2048, 200_000_000 or 2.0e8"),

@@ -72,6 +72,9 @@ class Atom:
     def environment(self) -> Mapping[str, str]:
         return {}
 
+    def score_variables(self, budget_bytes: int) -> Mapping[str, str]:
+        return {"ATOM_SPARSE_INDEXER_LOGITS_BUDGET_MB": str(budget_bytes >> 20)}    # read as the models' modules are imported
+
     def refusal(self, worker: Worker, hooks: Sequence[str]) -> str | None:
         args = worker.args
         if worker.role != "both":

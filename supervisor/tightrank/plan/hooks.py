@@ -57,7 +57,7 @@ class _Case:
 
 def tell(config: Config, index: int, engine: Engine, chosen: Chosen | None, theirs: Mapping[str, str],
          workspaces: Mapping[str, int]) -> Told:
-    """`workspaces`: what the engine reserves after it has sized its KV cache. The engine has all the hooks. Raises ConfigError."""
+    """`workspaces`: what the engine reserves after it has sized its KV cache. It has all the hooks. Raises ConfigError."""
     case = _Case(config, index, engine, chosen, theirs, workspaces)
     values: dict[str, Mapping[str, Any]] = {}
     env: dict[str, str] = {}
