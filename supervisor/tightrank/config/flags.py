@@ -44,6 +44,7 @@ FLAGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "tensor_parallel": ("--tensor-parallel-size", "-tp"),
         "pipeline_parallel": ("--pipeline-parallel-size", "-pp"),
         "data_parallel": ("--data-parallel-size", "-dp"),
+        "api_key": (),                       # its server asks for none
         "context_parallel": ("--prefill-context-parallel-size", "-pcp"),
         "chunk": ("--max-num-batched-tokens",),
         "context": ("--max-model-len",),

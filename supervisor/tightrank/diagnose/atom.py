@@ -70,7 +70,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "ATOM v0.1.5 - 2026-08-22 model_engine/model_runner.py"),
     Signature(
         "engine-binary-missing",
-        r"(?P<program>.{1,300}): Error while finding module specification for 'atom\.entrypoints\.[\w.]+' "
+        r"(?P<program>/\S{1,300}): Error while finding module specification for 'atom\.entrypoints\.[\w.]+' "
         r"\(ModuleNotFoundError: No module named '(?P<module>atom[\w.]*)'\)",
         "{program} has no ATOM: no module {module}.",
         "`command`: the Python of ATOM's own environment; the package `atom` of PyPI is another project, AMD's is at "
