@@ -111,6 +111,8 @@ def test_the_smallest_file(read: Read, tmp_path: Path) -> None:
     (GOOD + "gateway: {workers: {}}\n", "tightrank.yaml:5: gateway.workers: must be a list, each item with a name"),
     (GOOD + STATIC.replace("url", "uri"),
      "tightrank.yaml:7: unknown key 'gateway.workers[].uri', did you mean 'gateway.workers[].url'?"),
+    (GOOD + STATIC.replace("engine: vllm", "engine: atom, role: decode"),
+     "tightrank.yaml:7: gateway.workers[0].role: decode: the gateway cannot pair ATOM engines yet; leave it out"),
     (GOOD + STATIC.replace(", engine: vllm", ""), "tightrank.yaml:7: gateway.workers[0].engine: is required: What it is."),
     (GOOD + STATIC + STATIC.splitlines()[-1],
      "tightrank.yaml:8: gateway.workers[1].name: x stands there twice; names are unique"),

@@ -84,6 +84,9 @@ SIZING = [
      "value for actual KV capacity) or reduce --max-num-seqs (currently 512).", "state-cache-too-small",
      "--max-num-seqs 194 at most (now 512); --gpu-memory-utilization over 0.93 (now 0.85) only where every rank has",
      {"least_utilization": 0.93}),
+    ("atom", REQUESTS.format("5.00") + " Set --gpu-memory-utilization >= 0.71 (this only zeroes out the deficit; use a higher "
+     "value for actual KV capacity) or reduce --max-num-seqs (currently 512).", "state-cache-too-small",
+     "--max-num-seqs 194 at most (now 512); --gpu-memory-utilization does not help: the headroom of the tightest rank", {}),
     ("atom", REQUESTS.format("-3.20") + " Even --gpu-memory-utilization 1.0 is insufficient (would need 1.12); reduce "
      "--max-num-seqs (currently 512) or free GPU memory.", "state-cache-too-small", "a much lower --max-num-seqs (now 512)",
      {"kv_cache_bytes": int(-3.2 * GIB)}),

@@ -51,8 +51,8 @@ _ALL = (
         unset="the model's path as given"),
     Key("state_directory", Path(), "Journal, logs and run directories; one supervisor at a time.",
         unset="/var/lib/tightrank/NAME for root, else $XDG_STATE_HOME/tightrank/NAME"),
-    Key("hooks", ListOf(Choice(HOOKS)), "Changes the adapter makes inside the engine. Without `line` the line is off.",
-        "ranks,line"),
+    Key("hooks", ListOf(Choice(HOOKS)), "Changes the adapter makes inside the engine. Without `line` (ATOM has "
+        "none) the line is off.", "ranks,line"),
     Key("observe", ListOf(Choice(HOOKS[1:])), "Those of `hooks` that compute and record, and change nothing.", ""),
     Key("http.host", _HOST, "Address of the supervisor's own HTTP.", "127.0.0.1"),
     Key("http.port", _PORT, "Port of the supervisor's own HTTP.", "9470"),

@@ -20,6 +20,15 @@ def _fewer_requests(numbers: Numbers) -> Mapping[str, str]:
             f"a much lower --max-num-seqs (now {now:.0f}) and a lower --max-num-batched-tokens"}
 
 
+def _share_too(numbers: Numbers) -> Mapping[str, str]:
+    """ATOM computes the utilization to set as if nothing but it bound: where it is set already, the headroom binds."""
+    share = numbers["least_utilization"]
+    more = (f"--gpu-memory-utilization over {share:.2f} (now {numbers['utilization']:.2f}) only where every rank has the "
+            "memory free" if share > numbers["utilization"] else
+            "--gpu-memory-utilization does not help: the headroom of the tightest rank binds")
+    return {"change": f"{_fewer_requests(numbers)['fewer']}; {more}"}
+
+
 SIGNATURES: tuple[Signature, ...] = (
     Signature(
         "state-cache-too-small",
@@ -32,9 +41,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "state-cache-too-small",
         _REQUEST_CACHE + r" at --gpu-memory-utilization (?P<utilization>[\d.]+)\. Set --gpu-memory-utilization >= "
         r"(?P<least_utilization>[\d.]+) .{0,300}?reduce --max-num-seqs \(currently (?P<requests>\d+)\)",
-        _SUMMARY,
-        "{fewer}; --gpu-memory-utilization over {least_utilization} (now {utilization}) only where every rank has the memory "
-        "free", _SOURCE, derive=_fewer_requests),
+        _SUMMARY, "{change}", _SOURCE, derive=_share_too),
     Signature(
         "state-cache-too-small",
         _REQUEST_CACHE + r" at --gpu-memory-utilization (?P<utilization>[\d.]+)\. Even --gpu-memory-utilization 1\.0 is "
