@@ -14,6 +14,7 @@ from helpers import INJECT, ROOT, free_ports, run_command
 from raw_engine import interpreter
 from tightrank_adapter import wire
 from tightrank_adapter.atom import steps
+from tightrank_adapter.atom.indexer import VARIABLE
 
 STAND_IN = ROOT / "tests" / "fakes" / "atom_stand_in"
 FORMS = ("v0.1.2", "2026-07-21", "head")
@@ -143,12 +144,13 @@ for prefill in (8, 0, 8):
 
 
 def run(directory: Path, hooks: dict[str, dict[str, Any]], form: str = "head", engine: str = "atom",
-        variable: str = "256") -> wire.Hello | None:
+        variable: str = "256", **case: Any) -> wire.Hello | None:
     directory.chmod(0o700)
     wire.write_settings(str(directory), wire.Settings("w", 1, engine, hooks))
     done = run_command([sys.executable, "-c", PROGRAM], env={
-        "STAND_IN_ATOM": form, "PYTHONPATH": f"{INJECT}{os.pathsep}{STAND_IN}", "TIGHTRANK_ADAPTER": str(directory),
-        "ATOM_SPARSE_INDEXER_LOGITS_BUDGET_MB": variable})
+        "STAND_IN_ATOM": form, "STAND_IN_CASE": json.dumps(case), "PYTHONPATH": f"{INJECT}{os.pathsep}{STAND_IN}",
+        "TIGHTRANK_ADAPTER": str(directory),
+        VARIABLE: variable})
     assert done.returncode == 0, done.stderr
     found = list(directory.glob("hello-*.json"))
     return wire.read_json(str(found[0]), wire.Hello) if found else None
@@ -176,10 +178,18 @@ def test_the_indexers_budget_is_read_back(tmp_path: Path, form: str, variable: s
     assert hello.hooks["indexer"]["state"] == state and found in hello.hooks["indexer"]["found"]
 
 
+def test_a_model_without_an_indexer_is_none_to_bound(tmp_path: Path) -> None:
+    hello = run(tmp_path, {"ranks": {}, "indexer": {"budget_bytes": 256 << 20}}, model={"kv_lora_rank": 512})
+    assert hello is not None
+    assert hello.hooks["indexer"]["state"] == wire.FAILED
+    assert "a model with an indexer" in hello.hooks["indexer"]["wanted"]
+
+
 def test_an_observed_indexer_tells_the_engines_own_budget(tmp_path: Path) -> None:
     hello = run(tmp_path, {"ranks": {}, "indexer": {"budget_bytes": 256 << 20, wire.OBSERVE: True}}, variable="2048")
     assert hello is not None
-    assert hello.hooks["indexer"]["state"] == wire.OBSERVING and hello.facts["indexer_budget_bytes"] == 2 << 30
+    assert hello.hooks["indexer"]["state"] == wire.OBSERVING and hello.facts["indexer"] == {VARIABLE: 2 << 30}
+    assert hello.facts["indexer_wanted"] == {VARIABLE: 256 << 20}
 
 
 def test_memory_goes_back_after_prefill_batches_only(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Hook `indexer` on ATOM: reads back in each runner that its indexer's scores are bounded as wanted.
 
 ATOM has the bound itself since 2026-07-07, on the query axis. The supervisor sets its variable; the models' modules read it
-when they are imported, which is while a runner is made. A model without an indexer has nothing to bound.
+when they are imported, which is while a runner is made.
 """
 import sys
 from importlib import import_module
@@ -20,19 +20,23 @@ def install(module: Any) -> None:
     fault.wrap(fault.require(module, "ModelRunner"), "__init__", HOOK, after=_made)
 
 
-def _made(token: None, result: None, *args: Any, **kwargs: Any) -> None:
-    fault.contained(HOOK, VARIABLE, _verify)(import_module("atom.utils.envs"))
+def _made(token: None, result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
+    fault.contained(HOOK, VARIABLE, _verify, runner)(import_module("atom.utils.envs"))
 
 
-def _verify(envs: Any) -> None:
-    """Raises fault.Missing for a release without the variable, or where another value counts."""
+def _verify(runner: Any, envs: Any) -> None:
+    """Raises fault.Missing for a release without the variable, a model without an indexer, or where another value counts."""
     wanted = rank.settings().hooks[HOOK]["budget_bytes"]
     if VARIABLE not in envs.environment_variables:
         raise fault.Missing(VARIABLE, "no such variable in %s" % ranks.release())
+    if not any(hasattr(model, "index_topk") for model in (runner.config.hf_config, runner.hf_text_config)):
+        raise fault.Missing("a model with an indexer, which reads %s" % VARIABLE, "a configuration without index_topk")
     found = {"atom.utils.envs": getattr(envs, VARIABLE) << 20}
     found.update((name, getattr(sys.modules[name], _CONSTANT) << 20) for name in _MODELS if name in sys.modules)
-    rank.fact("indexer_budget_bytes", max(found.values()))
+    rank.fact(HOOK, {VARIABLE: max(found.values())})
     wrong = [name for name, size in found.items() if size != wanted]
-    if wrong and not rank.settings().observes(HOOK):
+    if rank.settings().observes(HOOK):
+        rank.fact("indexer_wanted", {VARIABLE: wanted})
+    elif wrong:
         raise fault.Missing("%s %d bytes" % (VARIABLE, wanted), "%d in %s" % (found[wrong[0]], wrong[0]))
     rank.hook(HOOK, wire.IN_FORCE)

@@ -10,7 +10,7 @@ class Case:
     """STAND_IN_CASE, in MiB: "total", and for each rank "free", "peak" (weights and the warm-up), "reserved" (by torch).
 
     "graphs", "state" (for each request), "block"; "fails": a rank whose estimate for graphs raises; "late": seconds for which
-    the open port refuses completions; "dies": seconds after which rank 0 is killed.
+    the open port refuses completions; "model": of its configuration.
     """
 
     def __init__(self):
@@ -19,7 +19,7 @@ class Case:
         self.ranks = [{name: size * MIB for name, size in rank.items()} for rank in found.get("ranks", [])]
         self.graphs, self.state, self.block = (found.get(name, size) * MIB for name, size in
                                                (("graphs", 0), ("state", 0), ("block", 1)))
-        self.fails, self.late, self.dies = found.get("fails"), found.get("late", 0), found.get("dies")
+        self.fails, self.late, self.model = found.get("fails"), found.get("late", 0), found.get("model", {"index_topk": 2048})
 
 
 class Config:

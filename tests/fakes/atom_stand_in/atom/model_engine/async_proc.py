@@ -1,10 +1,7 @@
 """The runners' processes: every call goes to all of them, and only rank 0's answer comes back."""
 import multiprocessing
-import os
-import signal
 import sys
 from importlib import import_module
-from multiprocessing import connection
 
 
 class AsyncIOProc:
@@ -61,12 +58,6 @@ class AsyncIOProcManager:
                       f"(exitcode={process.exitcode}), shutting down.", file=sys.stderr, flush=True)
                 raise RuntimeError("a runner ended")
         return answers[0][1]
-
-    def dead(self):
-        return bool(connection.wait([process.sentinel for process in self.procs], 0))
-
-    def kill_first(self):
-        os.kill(self.procs[0].pid, signal.SIGKILL)
 
     def exit(self):
         for pipe, process in zip(self.pipes, self.procs, strict=True):

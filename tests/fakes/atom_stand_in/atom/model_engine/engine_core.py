@@ -1,6 +1,5 @@
 """The engine core: one for each pipeline stage, with the runners of its stage."""
 import sys
-import time
 from types import SimpleNamespace
 
 from atom.config import Case
@@ -47,11 +46,7 @@ class EngineCore:
         return False
 
     def busy_loop(self):
-        started, killed = time.monotonic(), False
         while not self.pull_and_process_input_queue():
-            if self.case.dies is not None and not killed and time.monotonic() - started > self.case.dies:
-                killed = True
-                self.runner_mgr.kill_first()
             if self.scheduler.waiting:
                 self._process_engine_step()
 

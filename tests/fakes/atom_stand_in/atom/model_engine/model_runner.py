@@ -33,6 +33,7 @@ class ModelRunner:
         from atom.models import deepseek_v4  # noqa: F401 - ATOM's registry imports a model's module here
         self.rank, self.config, self.case = rank, config, Case()
         self.device = SimpleNamespace(type="cpu", index=None)
+        self.hf_text_config = config.hf_config = SimpleNamespace(**self.case.model)
         if torch is not None and self.case.ranks:
             pretend(self.case, rank)
             torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{config.port}", rank=rank,
