@@ -29,7 +29,7 @@ def _verify(runner: Any, envs: Any) -> None:
     wanted = rank.settings().hooks[HOOK]["budget_bytes"]
     if VARIABLE not in envs.environment_variables:
         raise fault.Missing(VARIABLE, "no such variable in %s" % ranks.release())
-    if not any(hasattr(model, "index_topk") for model in (runner.config.hf_config, runner.hf_text_config)):
+    if not _has_indexer(runner):
         raise fault.Missing("a model with an indexer, which reads %s" % VARIABLE, "a configuration without index_topk")
     found = {"atom.utils.envs": getattr(envs, VARIABLE) << 20}
     found.update((name, getattr(sys.modules[name], _CONSTANT) << 20) for name in _MODELS if name in sys.modules)
@@ -40,3 +40,9 @@ def _verify(runner: Any, envs: Any) -> None:
     elif wrong:
         raise fault.Missing("%s %d bytes" % (VARIABLE, wanted), "%d in %s" % (found[wrong[0]], wrong[0]))
     rank.hook(HOOK, wire.IN_FORCE)
+
+
+def _has_indexer(runner: Any) -> bool:
+    """V4 has one whatever its configuration says (atom/models/deepseek_v4.py gives index_topk a default)."""
+    models = (runner.config.hf_config, runner.hf_text_config)
+    return _MODELS[1] in sys.modules or any(hasattr(model, "index_topk") for model in models)

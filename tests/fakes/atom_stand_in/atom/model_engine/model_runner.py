@@ -30,8 +30,9 @@ def pretend(case, rank):
 
 class ModelRunner:
     def __init__(self, rank, config):
-        from atom.models import deepseek_v4  # noqa: F401 - ATOM's registry imports a model's module here
         self.rank, self.config, self.case = rank, config, Case()
+        if "index_topk" in self.case.model:
+            from atom.models import deepseek_v4  # noqa: F401 - ATOM's registry imports a model's module here
         self.device = SimpleNamespace(type="cpu", index=None)
         self.hf_text_config = config.hf_config = SimpleNamespace(**self.case.model)
         if torch is not None and self.case.ranks:
