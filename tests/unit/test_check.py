@@ -343,3 +343,41 @@ def test_a_state_directory_that_others_may_write_is_refused(tmp_path: Path, depl
     problems = list(check.problems(found, plan.build(found, host.read(), inputs.read(found, {})), dict(os.environ)))
     assert [problem.cause for problem in problems] == ["state-directory-unusable"] * refused
     assert all("state_directory: " in str(problem) and "chmod 700" in str(problem) for problem in problems)
+
+
+# --- ATOM -------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def atom(tmp_path: Path, deployment: dict[str, Any]) -> dict[str, Any]:
+    """A deployment of ATOM whose Python is engine/bin/python3; its packages are for the test to make."""
+    program = tmp_path / "engine" / "bin" / "python3"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    return {**deployment, "engine": "atom", "command": ["engine/bin/python3", "-m", "atom.entrypoints.openai_server"]}
+
+
+def package(directory: Path, name: str, *files: str) -> None:
+    packages = directory / "engine" / "lib" / "python3.11" / "site-packages"
+    (packages / f"{name}.dist-info").mkdir(parents=True)
+    for file in files:
+        (packages / file).parent.mkdir(parents=True, exist_ok=True)
+        (packages / file).touch()
+
+
+def test_atom_can_start_and_its_release_is_known(tmp_path: Path, atom: dict[str, Any]) -> None:
+    package(tmp_path, "atom-0.1.5", "atom/__init__.py", "atom/entrypoints/openai_server.py")
+    assert problems(tmp_path, {**atom, "hooks": ["ranks", "headroom", "empty-cache"]}) == []
+    cause, said = only(problems(tmp_path, {**atom, "hooks": ["ranks", "indexer"]}))
+    assert cause == "hook-unavailable" and "indexer needs atom 0.1.6 or later, found 0.1.5" in said
+
+
+def test_the_atom_of_pypi_is_another_project(tmp_path: Path, atom: dict[str, Any]) -> None:
+    package(tmp_path, "atom-0.13.0", "atom/__init__.py", "atom/api.py", "atom/containerlist.py")
+    cause, said = only(problems(tmp_path, atom))
+    assert cause == "engine-binary-missing"
+    assert "site-packages/atom is PyPI's atom" in said and "github.com/ROCm/ATOM" in said
+
+
+def test_an_atom_that_is_built_in_place_is_left_to_the_adapter(tmp_path: Path, atom: dict[str, Any]) -> None:
+    package(tmp_path, "atom-0.1.6.dev12+g1a2b3c4", "__editable__.atom-0.1.6.pth")
+    assert problems(tmp_path, {**atom, "hooks": ["ranks", "indexer"]}) == []

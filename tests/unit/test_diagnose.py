@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tightrank.diagnose import ExitInfo, common, deciding_line, diagnose, sglang, vllm
+from tightrank.diagnose import ExitInfo, atom, common, deciding_line, diagnose, sglang, vllm
 from tightrank.errors import CAUSES
 from tightrank.records import Line
 
@@ -22,6 +22,9 @@ def ended(code: int | None = 1, *, starting: bool = True, role: str = "main", oo
     return ExitInfo(code, starting, role, oom_killed)
 
 
+AT = "[atom 22:10:11] "
+REQUESTS = ("RuntimeError: Per-request cache tensor (12.50GB for 512 slots) exceeds available KV budget ({}GB) at "
+            "--gpu-memory-utilization 0.85.")
 CONTEXT = ("To serve at least one request with the {}'s max seq len (8192), (2.5 GiB KV cache is needed, which is larger "
            "than the available KV cache memory (1.0 GiB). {}Try increasing `gpu_memory_utilization`")
 ESTIMATE = "Based on the available memory, the estimated maximum model length is 3264. "
@@ -73,6 +76,31 @@ SIZING = [
     ("vllm", "  Value error, Invalid repository ID or local directory specified: 'models/none'", "model-unreadable",
      "config.json", {}),
     ("sglang", "RuntimeError: Cannot find any model weights with `models/tiny`", "model-unreadable", "safetensors", {}),
+    ("atom", REQUESTS.format("5.00") + " Only 9.10GB is physically free on the GPU (other processes may be holding memory); "
+     "raising --gpu-memory-utilization will NOT help. Free GPU memory or reduce --max-num-seqs (currently 512).",
+     "state-cache-too-small", "--max-num-seqs 194 at most (now 512), or free the memory that others hold",
+     {"requests": 512, "state_bytes": 12.5 * GIB, "kv_cache_bytes": 5 * GIB, "free_bytes": int(9.1 * GIB)}),
+    ("atom", REQUESTS.format("5.00") + " Set --gpu-memory-utilization >= 0.93 (this only zeroes out the deficit; use a higher "
+     "value for actual KV capacity) or reduce --max-num-seqs (currently 512).", "state-cache-too-small",
+     "--max-num-seqs 194 at most (now 512); --gpu-memory-utilization over 0.93 (now 0.85) only where every rank has",
+     {"least_utilization": 0.93}),
+    ("atom", REQUESTS.format("5.00") + " Set --gpu-memory-utilization >= 0.71 (this only zeroes out the deficit; use a higher "
+     "value for actual KV capacity) or reduce --max-num-seqs (currently 512).", "state-cache-too-small",
+     "--max-num-seqs 194 at most (now 512); --gpu-memory-utilization does not help: the headroom of the tightest rank", {}),
+    ("atom", REQUESTS.format("-3.20") + " Even --gpu-memory-utilization 1.0 is insufficient (would need 1.12); reduce "
+     "--max-num-seqs (currently 512) or free GPU memory.", "state-cache-too-small", "a much lower --max-num-seqs (now 512)",
+     {"kv_cache_bytes": int(-3.2 * GIB)}),
+    ("atom", "RuntimeError: Per-request cache tensor (12.50GB for 512 slots) exceeds available KV budget (5.00GB). Reduce "
+     "--max-num-seqs or increase gpu_memory_utilization.", "state-cache-too-small", "--max-num-seqs 194 at most (now 512)", {}),
+    ("atom", "AssertionError: Not enough memory for KV cache with block size(16). At least 1 block (1.13MB) is required, but "
+     "available_for_kv=-120.50MB (budget=240.00GB, peak_torch=238.10GB, cudagraph_est=0.50GB, safety=5.76GB, free=10.00GB)",
+     "kv-pool-too-small", "lower --max-num-batched-tokens",
+     {"kv_cache_bytes": -120.5 * (1 << 20), "peak_bytes": int(238.1 * GIB)}),
+    ("atom", "ValueError: Calculated local_device_rank=8 exceeds available GPUs (8). ", "tensor-parallel-invalid", "at most 8",
+     {"devices": 8}),
+    ("atom", "openai_server.py: error: unrecognized arguments: --served-model-name", "arguments-invalid", "args", {}),
+    ("atom", "/usr/bin/python3: Error while finding module specification for 'atom.entrypoints.openai_server' "
+     "(ModuleNotFoundError: No module named 'atom.entrypoints')", "engine-binary-missing", "PyPI is another project", {}),
 ]
 
 
@@ -107,6 +135,8 @@ BENIGN = [
     ("sglang", SG + "KV pool holds 1000 tokens, fewer than --context-length 4096"),
     ("sglang", "Set --mem-fraction-static lower if you see: Not enough memory. Please try to increase"),
     ("sglang", SG + "py-spy: not found"),
+    ("atom", AT + "Memory budget: total_gpu=287.98GB, free=120.00GB, utilization=0.9, available_for_kv=100.00GB"),
+    ("atom", AT + "Request 7 arrived: RuntimeError: Per-request cache tensor (1.00GB for 8 slots) exceeds available KV budget"),
 ]
 
 
@@ -125,6 +155,22 @@ def test_look_alikes_give_no_verdict(engine: str, text: str) -> None:
 ])
 def test_what_may_be_survived_or_said_better_waits_for_the_exit(text: str) -> None:
     assert all(deciding_line(engine, lines(text)[0]) is None for engine in ("vllm", "sglang"))
+
+
+def test_atoms_root_cause_is_behind_its_process_manager() -> None:
+    """What a runner printed, then its engine core, then the server, each seeing only that the one below it ended."""
+    texts = (
+        "Process ModelRunner1/2:", "Traceback (most recent call last):",
+        REQUESTS.format("5.00") + " Set --gpu-memory-utilization >= 0.93 (this only zeroes out the deficit; use a higher value "
+        "for actual KV capacity) or reduce --max-num-seqs (currently 512).",
+        AT + "AsyncIOProcManager(ModelRunner): [ModelRunner1/2] proc died unexpectedly (exitcode=1), shutting down.",
+        AT + "Engine Core Mgr: Failed to initialize all EngineCores, cleaning up: x",
+        "RuntimeError: Failed to start all EngineCore processes")
+    assert diagnose("atom", lines(*texts), ended(1)).cause == "state-cache-too-small"
+    assert diagnose("atom", lines(*texts[3:]), ended(1)).cause == "rank-died"
+    text = "AsyncIOProcManager(ModelRunner): [ModelRunner0/2] proc died unexpectedly, shutting down."
+    died = diagnose("atom", lines(AT + text), ended(None, starting=False, role="runner"))
+    assert died.cause == "rank-died" and "ModelRunner0/2" in died.summary
 
 
 VLLM_SIZING_FAILURE = lines(
@@ -312,7 +358,7 @@ def test_numbers_of_tokens_are_no_secrets() -> None:
 
 
 def test_every_signature_has_a_known_cause_and_a_pattern_without_catastrophe() -> None:
-    for signature in (*vllm.SIGNATURES, *sglang.SIGNATURES, *common.SIGNATURES):
+    for signature in (*vllm.SIGNATURES, *sglang.SIGNATURES, *atom.SIGNATURES, *common.SIGNATURES):
         assert signature.cause in CAUSES
         assert signature.match("x" * 20_000) is None
         assert signature.match("") is None

@@ -304,3 +304,11 @@ def test_a_lost_supervisor_makes_suspect_and_a_word_of_it_asks_again() -> None:
     assert peers.members["a"].standing is Standing.SUSPECT
     peers.told("http://s", [supervised("a")])
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize(("engine", "path", "key", "kind"), [
+    ("vllm", "/v1/completions", "prompt", list), ("sglang", "/generate", "input_ids", list),
+    ("atom", "/v1/completions", "prompt", str)])
+def test_the_probe_is_in_the_engines_own_words(engine: str, path: str, key: str, kind: type) -> None:
+    asked, body = protocol.probe(peer("a", engine=engine))
+    assert asked == path and isinstance(body[key], kind)

@@ -42,6 +42,14 @@ HOOKS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("heads", "vllm.v1.attention.backends.mla.rocm_aiter_mla", "tightrank_adapter.vllm.heads:install"),
         ("heads", "vllm.v1.worker.gpu_worker", "tightrank_adapter.vllm.heads:worker"),
     ),
+    "atom": (
+        ("ranks", "atom.model_engine.engine_core_mgr", "tightrank_adapter.atom.ranks:main"),
+        ("ranks", "atom.model_engine.engine_core", "tightrank_adapter.atom.ranks:core"),
+        ("ranks", "atom.model_engine.model_runner", "tightrank_adapter.atom.ranks:runner"),
+        ("indexer", "atom.model_engine.model_runner", "tightrank_adapter.atom.indexer:install"),
+        ("headroom", "atom.model_engine.model_runner", "tightrank_adapter.atom.headroom:install"),
+        ("empty-cache", "atom.model_engine.model_runner", "tightrank_adapter.atom.empty_cache:install"),
+    ),
 }
 
 _started = False
@@ -55,9 +63,9 @@ def start() -> None:
         return
     _check(directory)
     _started = True
-    for rows in HOOKS.values():
+    for engine, rows in HOOKS.items():
         for hook, module, target in rows:
-            imports.after_import(module, _installer(directory, hook, target))
+            imports.after_import(module, _installer(directory, engine, hook, target))
 
 
 def register() -> None:
@@ -72,11 +80,12 @@ def _check(directory: str) -> None:
                               % (directory, os.geteuid(), found.st_uid, stat.S_IMODE(found.st_mode)))
 
 
-def _installer(directory: str, hook: str, target: str) -> Callable[[Any], None]:
+def _installer(directory: str, engine: str, hook: str, target: str) -> Callable[[Any], None]:
     def install(module: Any) -> None:
         try:
             from . import fault, rank
-            if hook not in rank.settings(directory).hooks:
+            wanted = rank.settings(directory)
+            if hook not in wanted.hooks or wanted.engine != engine:  # ATOM is also a plugin of the other two
                 return
         except Exception as error:  # noqa: BLE001 - without settings there is nobody to tell but stderr
             complain("hook %s: %s: %s" % (hook, type(error).__name__, error))

@@ -27,6 +27,7 @@ HOOK_ROLES: Dict[str, Dict[str, Tuple[str, ...]]] = {
              "headroom": ("worker",), "empty-cache": ("worker",), "heads": ("worker",)},
     "sglang": {"ranks": ("scheduler",), "line": ("scheduler",), "indexer": ("scheduler",), "headroom": ("scheduler",),
                "empty-cache": ("scheduler",)},
+    "atom": {"ranks": ("engine-core", "runner"), "indexer": ("runner",), "headroom": ("runner",), "empty-cache": ("runner",)},
 }
 
 WANTED, IN_FORCE, OBSERVING, SKIPPED, FAILED = "wanted", "in-force", "observing", "skipped", "failed"

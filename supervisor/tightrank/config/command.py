@@ -12,9 +12,10 @@ from tightrank.errors import ConfigError
 
 _PLACE = "command line"
 _MODULES = {"vllm.entrypoints.openai.api_server": "vllm", "vllm.entrypoints.cli.main": "vllm",
-            "sglang.launch_server": "sglang"}
+            "sglang.launch_server": "sglang",
+            "atom.entrypoints.openai_server": "atom", "atom.entrypoints.openai.api_server": "atom"}
 # What the engines listen on when the command line does not say (vLLM 0.32.0: all addresses).
-_LISTEN = {"vllm": ("0.0.0.0", "8000"), "sglang": ("127.0.0.1", "30000")}
+_LISTEN = {"vllm": ("0.0.0.0", "8000"), "sglang": ("127.0.0.1", "30000"), "atom": ("0.0.0.0", "8000")}
 _EXAMPLE = "for example: tightrank run -- vllm serve MODEL_DIRECTORY --port 8000"
 
 
@@ -60,5 +61,5 @@ def _engine(argv: Sequence[str]) -> tuple[str, Sequence[str]]:
 def _positional(engine: str, args: Sequence[str]) -> str:
     if engine == "vllm" and args and not args[0].startswith("-"):
         return args[0]
-    flag = "as the first word after `serve` or with --model" if engine == "vllm" else "with --model-path"
+    flag = "as the first word after `serve` or with --model" if engine == "vllm" else f"with {FLAGS[engine]['model'][0]}"
     raise ConfigError(f"{_PLACE}: model: name the model's directory {flag}; {_EXAMPLE}")

@@ -1,7 +1,7 @@
 """How the engines spell the arguments that matter here, and how to find them on a command line. Pure.
 
-Read from the argument parsers of vLLM 0.32.0 and SGLang 0.5.23. Both let the last of a repeated flag
-win; vLLM takes _ for -.
+Read from the argument parsers of vLLM 0.32.0, SGLang 0.5.23 and ATOM of 2026-08-22. All let the last of a repeated flag
+win; vLLM and ATOM take _ for - (ATOM up to v0.1.6-rc0 knows each flag in one spelling: --kv_cache_dtype, --max-num-seqs).
 """
 from __future__ import annotations
 
@@ -35,6 +35,20 @@ FLAGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "page": ("--page-size",),
         "role": ("--disaggregation-mode",),
         "transfer_port": ("--disaggregation-bootstrap-port",),
+    },
+    "atom": {
+        "model": ("--model",),
+        "served_model": ("--served-model-name",),
+        "host": ("--host",),
+        "port": ("--server-port",),          # its --port is one between its own processes
+        "tensor_parallel": ("--tensor-parallel-size", "-tp"),
+        "pipeline_parallel": ("--pipeline-parallel-size", "-pp"),
+        "data_parallel": ("--data-parallel-size", "-dp"),
+        "api_key": (),                       # its server asks for none
+        "context_parallel": ("--prefill-context-parallel-size", "-pcp"),
+        "chunk": ("--max-num-batched-tokens",),
+        "context": ("--max-model-len",),
+        "page": ("--block-size",),
     },
 }
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from tightrank.config.units import Choice, Duration, Kind, ListOf, Path, Reserve, Size, TableOf, Text, Url, Whole
 
-ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm", "sglang", "atom")
 HOOKS = ("ranks", "line", "indexer", "headroom", "empty-cache", "heads")
-COMMANDS = {"vllm": ("vllm", "serve"), "sglang": ("python3", "-m", "sglang.launch_server")}
+COMMANDS = {"vllm": ("vllm", "serve"), "sglang": ("python3", "-m", "sglang.launch_server"),
+            "atom": ("python3", "-m", "atom.entrypoints.openai_server")}
+USUAL_HOOKS = {"atom": ("ranks",)}         # where it is not what the key says
 
 _NAME = Text(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?", "1 to 40 of a-z, 0-9 and -, with a letter or digit at both ends")
 _ENV_NAME = Text(r"[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and _")
@@ -44,13 +46,13 @@ _ALL = (
     Key("model", Path(), "Directory of the model (with its config.json).", required=True),
     Key("engine", Choice(ENGINES), "The engine that serves it.", required=True),
     Key("command", ListOf(Text()), "Program to start the engine with; point it into the engine's own environment.",
-        unset="[vllm, serve], or [python3, -m, sglang.launch_server]"),
+        unset="[vllm, serve], or [python3, -m, sglang.launch_server] or atom.entrypoints.openai_server"),
     Key("served_model", Text(r"[^\s]+", "a name without spaces"), "The name that a request must give.",
         unset="the model's path as given"),
     Key("state_directory", Path(), "Journal, logs and run directories; one supervisor at a time.",
         unset="/var/lib/tightrank/NAME for root, else $XDG_STATE_HOME/tightrank/NAME"),
-    Key("hooks", ListOf(Choice(HOOKS)), "Changes the adapter makes inside the engine. Without `line` the line is off.",
-        "ranks,line"),
+    Key("hooks", ListOf(Choice(HOOKS)), "Changes the adapter makes inside the engine. Without `line` (ATOM has "
+        "none) the line is off.", "ranks,line"),
     Key("observe", ListOf(Choice(HOOKS[1:])), "Those of `hooks` that compute and record, and change nothing.", ""),
     Key("http.host", _HOST, "Address of the supervisor's own HTTP.", "127.0.0.1"),
     Key("http.port", _PORT, "Port of the supervisor's own HTTP.", "9470"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from tightrank.config import units
 from tightrank.config.flags import without_secrets
-from tightrank.config.keys import COMMANDS, KEYS, Key
+from tightrank.config.keys import COMMANDS, KEYS, USUAL_HOOKS, Key
 from tightrank.config.secrets import read_secret
 from tightrank.config.shape import (
     Config,
@@ -73,6 +73,8 @@ def resolve(entries: Mapping[str, Entry], environment: Mapping[str, str], whole:
     top = resolver.section("")
     if not top["command"]:
         top["command"] = resolver.settle("command", COMMANDS[top["engine"]])
+    if not resolver.has("hooks") and top["engine"] in USUAL_HOOKS:
+        top["hooks"] = resolver.settle("hooks", USUAL_HOOKS[top["engine"]])
     if top["state_directory"] is None:
         top["state_directory"] = resolver.settle("state_directory", _state_directory(top["name"], environment))
     http, guard = Http(**resolver.section("http")), Guard(**resolver.section("guard"))
@@ -106,6 +108,9 @@ def _gateway(resolver: _Resolver, http: Http, limits: Limits) -> Gateway:
     for index, worker in enumerate(workers):
         if worker.name in [earlier.name for earlier in workers[:index]]:
             raise resolver.error(f"gateway.workers[{index}].name", f"{worker.name} stands there twice; names are unique")
+        if worker.engine == "atom" and worker.role != "both":
+            raise resolver.error(f"gateway.workers[{index}].role", f"{worker.role}: the gateway cannot pair ATOM engines yet; "
+                                 "leave it out")
     asked = resolver.has("gateway.supervisors") or not resolver.has("workers[0]")
     if not section["supervisors"] and not (asked and workers):     # else engines without any supervisor: none is asked
         section["supervisors"] = resolver.settle("gateway.supervisors", (units.local_url(http.host, http.port),))

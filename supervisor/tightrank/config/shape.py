@@ -103,7 +103,7 @@ class GatewayWorker:
     """An engine without a supervisor. `context`: the longest request it takes, tokens; None: not known."""
     name: str
     url: str                       # http://host:port
-    engine: str                    # vllm | sglang
+    engine: str                    # vllm | sglang | atom
     role: str                      # both | prefill | decode
     model: str                     # served name; "": as the engine says
     transfer_port: int

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from tightrank.diagnose import common, sglang, vllm
+from tightrank.diagnose import atom, common, sglang, vllm
 from tightrank.diagnose.signature import Rank, Signature
 from tightrank.errors import CAUSES
 from tightrank.records import Diagnosis, Line
 
-_TABLES = {"vllm": vllm.SIGNATURES + common.SIGNATURES, "sglang": sglang.SIGNATURES + common.SIGNATURES}
+_TABLES = {name: table + common.SIGNATURES for name, table in (
+    ("vllm", vllm.SIGNATURES), ("sglang", sglang.SIGNATURES), ("atom", atom.SIGNATURES))}
 
 RUNNING_SECONDS = 120.0      # of a serving engine's output; SGLang's dumps before it ends take up to 65 s
 EVIDENCE_CHARACTERS = 600
@@ -30,7 +31,7 @@ OOM_KILLED_CHANGE = ("give the host or container more memory, or the engine less
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _KERNEL = re.compile(r"\[\s*\d+\.\d+\]\s*")
 _PREFIXES = re.compile(
-    r"(?:\([\w.-]+ (?:rank=\d+ )?pid=\d+\)\s*|\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]]{0,60}\]\s*)*"
+    r"(?:\([\w.-]+ (?:rank=\d+ )?pid=\d+\)\s*|\[atom \d\d:\d\d:\d\d\]\s*|\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[^\]]{0,60}\]\s*)*"
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)(?: \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]{1,80}\]|:)\s*)?[\s|]*")
 _EXCEPTION = re.compile(r"(?:(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*Error|\w*Exception): |Value error, |Assertion failed, )")
 _UNITS = {"_gib": 2.0**30, "_mib": 2.0**20, "_gb": 1e9}

@@ -1,4 +1,4 @@
-"""One text that an engine prints when it cannot go on, as data; the tables are vllm.py, sglang.py and common.py.
+"""One text that an engine prints when it cannot go on, as data; the tables are vllm.py, sglang.py, atom.py and common.py.
 
 `pattern` is matched at the start of a message, after the engine's prefixes are off (see __init__.py): a prompt that is
 logged somewhere inside a line matches nothing. Named groups are numbers or names; a suffix gives the unit (`_gib`,

@@ -5,7 +5,8 @@ import importlib
 
 from tightrank.engines.base import Engine
 
-ENGINES = {"vllm": "tightrank.engines.vllm:ENGINE", "sglang": "tightrank.engines.sglang:ENGINE"}
+ENGINES = {"vllm": "tightrank.engines.vllm:ENGINE", "sglang": "tightrank.engines.sglang:ENGINE",
+           "atom": "tightrank.engines.atom:ENGINE"}
 
 
 def get(name: str) -> Engine:

@@ -75,7 +75,8 @@ class Engine(Protocol):
 
     name: str
     distribution: str                          # of its Python package
-    releases: Mapping[str, tuple[int, ...]]    # hook -> first release whose hook points we know
+    releases: Mapping[str, tuple[int, ...]]    # hook -> first release whose hook points we know; without it there is none
+    namesake: tuple[str, str]                  # a file of its package, and what the package is that has its name and not that
     plugins_variable: str                      # whitelist of plugins; ours must be on it when it is set
     transfer_roles: tuple[str, ...]            # roles that listen for their peers
     transfer_port: int                         # where the first of them does

@@ -44,6 +44,7 @@ class SGLang:
     distribution = "sglang"
     releases: Mapping[str, tuple[int, ...]] = {"ranks": (0, 5, 20), "line": (0, 5, 20), "indexer": (0, 5, 20),
                                                "headroom": (0, 5, 20), "empty-cache": (0, 5, 20)}
+    namesake = ("", "")
     plugins_variable = "SGLANG_PLUGINS"
     transfer_roles = ("prefill",)      # the bootstrap server
     transfer_port = 8998

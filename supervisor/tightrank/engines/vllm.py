@@ -57,6 +57,7 @@ class VLLM:
     distribution = "vllm"
     releases: Mapping[str, tuple[int, ...]] = {"ranks": (0, 28), "line": (0, 28), "indexer": (0, 28), "headroom": (0, 28),
                                                "empty-cache": (0, 28), "heads": (0, 28)}
+    namesake = ("", "")
     plugins_variable = "VLLM_PLUGINS"
     transfer_roles = ("prefill", "decode")       # NIXL's side channel
     transfer_port = 5600

@@ -87,6 +87,8 @@ def named(peer: Peer) -> dict[str, str]:
 
 def probe(peer: Peer) -> tuple[str, dict[str, Any]]:
     """Path and body of a one-token request that this role answers alone."""
+    if peer.engine == "atom":          # its prompt is text
+        return "/v1/completions", {**named(peer), "prompt": "Is anybody there?", "max_tokens": 1, "temperature": 0}
     if peer.engine == "vllm":
         # 64 tokens: 4 as the first request ever end a bf16 worker of 0.32.0 on a CPU with AMX (SIGILL).
         return "/v1/completions", {**named(peer), "prompt": list(range(1, 65)), "max_tokens": 1, "temperature": 0}

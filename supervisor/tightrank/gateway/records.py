@@ -30,7 +30,7 @@ class Peer:
     """One engine. `generation` is 0 and `phase` is "" where no supervisor tells them."""
     id: str                                # unique: NAME, or NAME@SUPERVISOR where names repeat
     name: str
-    engine: str                            # vllm | sglang
+    engine: str                            # vllm | sglang | atom (role both)
     role: str                              # both | prefill | decode
     url: str                               # http://host:port
     model: str                             # the name that a request must give

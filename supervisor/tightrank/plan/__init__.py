@@ -29,7 +29,15 @@ def build(config: Config, host: HostFacts, inputs: Inputs) -> tuple[WorkerSpec, 
     """Raises ConfigError: one line with key, value, range, place and what to do."""
     _refuse_floor(config, host)
     engine = engines.get(config.engine)
+    _refuse_hooks(config, engine)
     return tuple(_worker(config, index, engine, inputs) for index in range(len(config.workers)))
+
+
+def _refuse_hooks(config: Config, engine: Engine) -> None:
+    for hook in config.hooks:
+        if hook not in engine.releases:
+            raise config.error("hooks", f"{hook} is not there for {engine.name}, whose hooks are {', '.join(engine.releases)}; "
+                               f"take {hook} out of hooks", "hook-unavailable")
 
 
 def _refuse_floor(config: Config, host: HostFacts) -> None:
@@ -103,7 +111,7 @@ def _refuse_unreadable(config: Config, path: str, worker: Worker) -> None:
         whole = sorted(spelling for spelling in known if spelling.startswith(name))
         if len(name) > 2 and whole and name not in known:
             raise config.error(f"{path}.args", f"{name} is short for {' or '.join(whole)}; write it in full")
-    for flag in ("chunk", "context", "page", "data_parallel"):
+    for flag in ({"chunk", "context", "page", "data_parallel", "context_parallel"} & flags.keys()):
         try:
             number(config.engine, worker.args, flag)
         except ValueError:

@@ -40,7 +40,7 @@ class WorkerSpec:
     (`for_generation` in plan.py).
     """
     name: str
-    engine: str                    # vllm | sglang
+    engine: str                    # vllm | sglang | atom
     role: str                      # both | prefill | decode
     argv: tuple[str, ...]
     env: Mapping[str, str]
