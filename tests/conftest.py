@@ -38,13 +38,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """After a whole run: the document says what was proved, no more and no less."""
+    """After a whole run: the documents say what was proved, no more and no less."""
     wanted = session.config.getoption("--hooks-table")
     if wanted == "write":
         hooks_table.write(_proofs)
-    elif wanted == "check" and hooks_table.render(_proofs) != hooks_table.written():
-        print(f"\n{hooks_table.DOCUMENT}: its table is not what this run proved (scripts/hooks-table writes it):\n"
-              f"{hooks_table.render(_proofs)}")
+    elif wanted == "check" and (wrong := hooks_table.problems(_proofs)):
+        print(*("", *wrong, hooks_table.render(_proofs)), sep="\n")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 

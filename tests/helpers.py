@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SUPERVISOR, INJECT = ROOT / "supervisor", ROOT / "adapter" / "inject"
 FAKE_ENGINE = ROOT / "tests" / "fakes" / "engine.py"
 T = TypeVar("T")
+Proves = Callable[..., None]        # the fixture `proves` of conftest.py
 
 
 def wait_until(predicate: Callable[[], T], timeout: float = 30.0, what: str = "") -> T:

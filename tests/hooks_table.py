@@ -1,4 +1,4 @@
-"""The table hooks x engines x releases of docs/hooks.md, made from what the tests of one whole run proved.
+"""The table hooks x engines x releases of README.md and docs/hooks.md, made from what the tests of one whole run proved.
 
 A test that saw a hook do its work says so with the fixture `proves`. scripts/hooks-table writes the table; a whole run of
 scripts/test fails where the table says what that run did not prove.
@@ -11,7 +11,7 @@ from pathlib import Path
 from helpers import ROOT
 from tightrank.config.keys import HOOKS
 
-DOCUMENT = ROOT / "docs" / "hooks.md"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "hooks.md")
 BEGIN, END = "<!-- made by scripts/hooks-table -->\n", "<!-- end -->\n"
 COLUMNS = {("sglang", "0.5.22"): "SGLang 0.5.22", ("sglang", "0.5.23"): "SGLang 0.5.23", ("vllm", "0.32.0"): "vLLM 0.32.0",
            ("vllm", "0.33.0"): "vLLM 0.33.0", ("atom", "v0.1.2 - 2026-08"): "ATOM v0.1.2 - 2026-08"}
@@ -44,8 +44,8 @@ def render(proofs: Iterable[Proof]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def written(path: Path = DOCUMENT) -> str:
-    """The table as the document has it. Raises ValueError where its marks are missing."""
+def written(path: Path) -> str:
+    """The table as a document has it. Raises ValueError where its marks are missing."""
     _, begin, rest = path.read_text().partition(BEGIN)
     table, end, _ = rest.partition(END)
     if not begin or not end:
@@ -53,5 +53,16 @@ def written(path: Path = DOCUMENT) -> str:
     return table
 
 
-def write(proofs: Iterable[Proof], path: Path = DOCUMENT) -> None:
-    path.write_text(path.read_text().replace(BEGIN + written(path) + END, BEGIN + render(proofs) + END))
+def write(proofs: Iterable[Proof]) -> None:
+    """Into all documents."""
+    table = render(proofs)
+    for path in DOCUMENTS:
+        path.write_text(path.read_text().replace(BEGIN + written(path) + END, BEGIN + table + END))
+
+
+def problems(proofs: Iterable[Proof]) -> list[str]:
+    """What is wrong with the documents after a whole run: another table, a cell that nothing proved."""
+    table = render(proofs)
+    found = [f"{path.name}: its table is not what this run proved; scripts/hooks-table writes it" for path in DOCUMENTS
+             if written(path) != table]
+    return found + (["the table has a cell that no test proved"] if "unknown" in table else [])

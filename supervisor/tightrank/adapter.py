@@ -29,12 +29,12 @@ def _find() -> Path:
 INJECT = _find()
 
 if TYPE_CHECKING:
-    from tightrank_adapter import headroom, indexer, line, memory, pages, wire
+    from tightrank_adapter import headroom, heads, indexer, line, memory, pages, wire
 else:
     _package = module_from_spec(ModuleSpec(_PACKAGE, None, is_package=True))
     _package.__path__ = [str(INJECT / "tightrank_adapter")]
     sys.modules[_PACKAGE] = _package
-    headroom, indexer, line, memory, pages, wire = (import_module(f"{_PACKAGE}.{name}")
-                                           for name in ("headroom", "indexer", "line", "memory", "pages", "wire"))
+    headroom, heads, indexer, line, memory, pages, wire = (import_module(f"{_PACKAGE}.{name}")
+                                           for name in ("headroom", "heads", "indexer", "line", "memory", "pages", "wire"))
 
-__all__ = ["INJECT", "headroom", "indexer", "line", "memory", "pages", "wire"]
+__all__ = ["INJECT", "headroom", "heads", "indexer", "line", "memory", "pages", "wire"]

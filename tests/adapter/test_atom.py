@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers import INJECT, ROOT, free_ports, run_command
+from helpers import INJECT, ROOT, Proves, free_ports, run_command
 from raw_engine import interpreter
 from tightrank_adapter import wire
 from tightrank_adapter.atom import steps
@@ -56,7 +56,8 @@ FRACTION = {"fraction": 0.08}        # 800 MiB of TOTAL
 
 @pytest.mark.parametrize(("form", "own"), [("v0.1.2", [4800, 2000, 4800]), ("2026-07-21", [4000, 1000, 4000]),
                                            ("head", [4000, 1000, 4000])])
-def test_the_tightest_rank_decides_for_all_and_rank_0_says_so(tmp_path: Path, form: str, own: list[int]) -> None:
+def test_the_tightest_rank_decides_for_all_and_rank_0_says_so(tmp_path: Path, form: str, own: list[int],
+                                                              proves: Proves) -> None:
     """Without the hook, rank 0's number goes to a rank that cannot hold it."""
     if form == "head":
         assert size(tmp_path, [LIGHT, HEAVY, LIGHT], form=form).blocks == own
@@ -67,6 +68,7 @@ def test_the_tightest_rank_decides_for_all_and_rank_0_says_so(tmp_path: Path, fo
     facts = found.hellos[1].facts["headroom"]
     assert (facts["own_bytes"] >> 20, facts["free_bytes"] >> 20, facts["headroom_bytes"] >> 20) == (own[1], 2000, 800)
     assert "rank 1 is the tightest" in found.output
+    proves("atom", "*", "headroom", by="stand-in")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -156,12 +158,13 @@ def run(directory: Path, hooks: dict[str, dict[str, Any]], form: str = "head", e
     return wire.read_json(str(found[0]), wire.Hello) if found else None
 
 
-def test_a_runner_says_who_it_is(tmp_path: Path) -> None:
+def test_a_runner_says_who_it_is(tmp_path: Path, proves: Proves) -> None:
     hello = run(tmp_path, {"ranks": {}})
     assert hello is not None
     assert (hello.role, hello.rank, hello.tp_rank, hello.pp_rank) == ("runner", 3, 1, 1)
     assert hello.hooks["ranks"]["state"] == wire.IN_FORCE
     assert hello.facts.get("faults") is None
+    proves("atom", "*", "ranks", by="stand-in")
 
 
 def test_a_plugin_of_another_engine_is_left_alone(tmp_path: Path) -> None:
@@ -172,10 +175,12 @@ def test_a_plugin_of_another_engine_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("form", "variable", "state", "found"), [
     ("head", "256", wire.IN_FORCE, ""), ("head", "2048", wire.FAILED, "2147483648 in atom.utils.envs"),
     ("v0.1.2", "256", wire.FAILED, "no such variable in ATOM")])
-def test_the_indexers_budget_is_read_back(tmp_path: Path, form: str, variable: str, state: str, found: str) -> None:
+def test_the_indexers_budget_is_read_back(tmp_path: Path, form: str, variable: str, state: str, found: str,
+                                          proves: Proves) -> None:
     hello = run(tmp_path, {"ranks": {}, "indexer": {"budget_bytes": 256 << 20}}, form, variable=variable)
     assert hello is not None
     assert hello.hooks["indexer"]["state"] == state and found in hello.hooks["indexer"]["found"]
+    proves("atom", "*", "indexer", by="stand-in")
 
 
 def test_a_model_without_an_indexer_is_none_to_bound(tmp_path: Path) -> None:
@@ -192,11 +197,12 @@ def test_an_observed_indexer_tells_the_engines_own_budget(tmp_path: Path) -> Non
     assert hello.facts["indexer_wanted"] == {VARIABLE: 256 << 20}
 
 
-def test_memory_goes_back_after_prefill_batches_only(tmp_path: Path) -> None:
+def test_memory_goes_back_after_prefill_batches_only(tmp_path: Path, proves: Proves) -> None:
     """The warm-up, a dummy, comes before KV sizing; the batch between the two prefills is a decode."""
     hello = run(tmp_path, {"ranks": {}, "empty-cache": {"when": "every-chunk", "mark_bytes": 0}})
     assert hello is not None
     assert hello.hooks["empty-cache"]["state"] == wire.IN_FORCE and hello.facts["cache_releases"] >= 1
+    proves("atom", "*", "empty-cache", by="stand-in")
 
 
 @pytest.mark.parametrize(("dummy", "prefill", "expected"), [(True, 8, False), (False, 0, False), (False, 8, True)])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import INJECT, ROOT
+from helpers import INJECT, ROOT, Proves
 from raw_engine import CACHE, interpreter, wire
 
 pytestmark = pytest.mark.engine
@@ -144,13 +144,15 @@ print(json.dumps({
 """
 
 
-def test_the_real_score_path_answers_the_same_within_a_smaller_peak(score_path: tuple[dict[str, Any], wire.Hello]) -> None:
+def test_the_real_score_path_answers_the_same_within_a_smaller_peak(score_path: tuple[dict[str, Any], wire.Hello],
+                                                                    proves: Proves) -> None:
     result, _ = score_path
     assert result["at_start"] == WANTED
     assert result["same"] and result["found"] == 512 * 64
     small, large, again = result["peaks"]
     assert large > 300 * MIB, "the scores in one piece: 128 MiB, and their transients"
     assert 2 * max(small, again) < large, "pieces of 16 MiB, and their transients"
+    proves("sglang", result["release"], "indexer", by="classes")
 
 
 def test_a_real_release_says_what_it_holds(score_path: tuple[dict[str, Any], wire.Hello]) -> None:

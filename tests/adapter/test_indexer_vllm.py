@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import INJECT
+from helpers import INJECT, Proves
 from raw_engine import CACHE, interpreter, wire
 
 MIB = 2**20
@@ -155,7 +155,7 @@ print(json.dumps(answer))
 
 @pytest.mark.engine
 @pytest.mark.parametrize("release", ["vllm", "vllm-0.33.0", "vllm-0.28.0"])
-def test_a_real_release_splits_its_rows_by_the_budget(tmp_path: Path, release: str) -> None:
+def test_a_real_release_splits_its_rows_by_the_budget(tmp_path: Path, release: str, proves: Proves) -> None:
     path = "" if release == "vllm" else str(CACHE / "releases" / release)
     answer, hello = drive(tmp_path, RELEASE, interpreter("vllm"), path, {"CUDA_VISIBLE_DEVICES": ""})
     assert release == "vllm" or answer["release"].partition("+")[0] == release.partition("-")[2]
@@ -168,3 +168,4 @@ def test_a_real_release_splits_its_rows_by_the_budget(tmp_path: Path, release: s
     # What the hook cannot bound, and docs/hooks.md says so: one chunk of everything.
     whole = [[3_000 + 100_000 + 40, 700 + 2048 + 40]]
     assert answer["cpu"] == (None if release == "vllm-0.28.0" else whole)
+    proves("vllm", answer["release"], "indexer", by="classes")

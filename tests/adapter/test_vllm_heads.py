@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import INJECT, run_command
+from helpers import INJECT, Proves, run_command
 from raw_engine import CACHE, interpreter
 from tightrank_adapter import heads, wire
 
@@ -97,7 +97,7 @@ def wrong(answers: dict[str, Any]) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("form", ["all", "all-fused"])
-def test_every_head_is_exact_and_metadata_is_as_wide_as_the_forward_pass(release: Release, form: str) -> None:
+def test_every_head_is_exact_and_metadata_is_as_wide_as_the_forward_pass(release: Release, form: str, proves: Proves) -> None:
     answers = release.answers[form]
     assert sorted(map(int, answers)) == COUNTS
     for count, answer in answers.items():
@@ -106,6 +106,7 @@ def test_every_head_is_exact_and_metadata_is_as_wide_as_the_forward_pass(release
         assert answer["wrong"] == [], count
         assert (answer["forward_width"], answer["metadata_width"], answer["plan_width"]) == (wide, wide, wide), count
     assert release.state(form)["state"] == wire.IN_FORCE
+    proves("vllm", release.version, "heads", by="classes")
 
 
 def test_what_a_release_does_without_the_hook(release: Release) -> None:

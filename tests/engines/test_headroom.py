@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from deployment import Deployment
+from helpers import Proves
 from raw_engine import CACHE, with_settings
 from tightrank_adapter import headroom, memory
 
@@ -59,7 +60,7 @@ def count(worker: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_the_tightest_rank_sizes_the_kv_cache_of_both(make: Make, engine: str, proves: Callable[..., None]) -> None:
+def test_the_tightest_rank_sizes_the_kv_cache_of_both(make: Make, engine: str, proves: Proves) -> None:
     # What the engine itself takes up to sizing, about 1.5 GiB a rank, comes off these 4 GiB; its own number is over 4 GiB.
     keep = memory.host().free_bytes // 2 - 4 * GIB
     deployment = make(engine, f"{GIB}B+{keep}B")

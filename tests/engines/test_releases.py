@@ -3,11 +3,10 @@ of the release that is tested throughout (scripts/setup releases; vLLM's has the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, free_ports, wait_until
+from helpers import ROOT, Proves, free_ports, wait_until
 from raw_engine import CACHE, RawEngine, interpreter, wire
 from tightrank_adapter import headroom, line
 
@@ -47,7 +46,7 @@ def complete(engine: RawEngine, name: str, ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
-def test_all_hooks_do_their_work(name: str, tmp_path: Path, dense_model: str, proves: Callable[..., None]) -> None:
+def test_all_hooks_do_their_work(name: str, tmp_path: Path, dense_model: str, proves: Proves) -> None:
     engine = start(name, tmp_path / "run", dense_model)
     try:
         engine.wait_ready()

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from helpers import ROOT, free_ports, wait_until
+from helpers import ROOT, Proves, free_ports, wait_until
 from raw_engine import RawEngine, interpreter, wire
 from tightrank_adapter import line, pages
 
@@ -28,7 +28,6 @@ ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THR
 ISOLATED = ("import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
             "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)")
 Start = Callable[..., RawEngine]
-Proves = Callable[..., None]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import wait_until
+from helpers import Proves, wait_until
 from raw_engine import CACHE, RawEngine, interpreter
 from tightrank_adapter import line, pages, wire
 

@@ -26,14 +26,16 @@ def test_the_score_buffer_of_two_prompts_in_flight_stays_under_the_budget(tmp_pa
             "--host", "127.0.0.1", "--port", str(PORT), "--served-model-name", "tiny", "--load-format", "dummy",
             "--kv-cache-dtype", "fp8", "--max-model-len", "16384", "--max-num-batched-tokens", "2048",
             "--max-num-seqs", "4", "--enforce-eager"]
-    engine = RawEngine(tmp_path / "run", argv, PORT, wire.Settings("deepseek", 1, "vllm", 
-                       {"ranks": {}, "line": line, "indexer": {"budget_bytes": 16 << 20}}),
+    engine = RawEngine(tmp_path / "run", argv, PORT, wire.Settings("deepseek", 1, "vllm", {
+                           "ranks": {}, "line": line, "indexer": {"budget_bytes": 16 << 20}}),
                        python_path=str(ROOT / "scripts" / "cpu" / "deepseek_v4" / "plugin"),
                        env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
                             "MALLOC_MMAP_THRESHOLD_": "1048576", "DEEPSEEK_V4_SCORES": str(scores)})
     try:
         engine.wait_ready()
         assert engine.hello("engine-core").facts["granule_tokens"] == 256
+        indexer = engine.hello("worker").hooks["indexer"]      # this builder takes all rows at once, whatever the budget
+        assert indexer["state"] == wire.FAILED and "DeepseekV4CPUIndexerMetadataBuilder" in indexer["found"]
         with ThreadPoolExecutor(2) as pool:
             statuses = list(pool.map(lambda length: engine.request("POST", "/v1/completions", {
                 "model": "tiny", "prompt": [(index + length) ** 2 % 250 for index in range(length)], "max_tokens": 2,

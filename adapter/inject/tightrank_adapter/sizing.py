@@ -27,9 +27,10 @@ def agree(own: Callable[[], int], number: int, gather: Gather, where: str) -> in
     What `own` raises passes on, after the other ranks were told. Raises HeadroomError on all ranks when one failed, or
     when the headroom leaves nothing.
     """
-    mine, answer = headroom.Terms(number, headroom.FAILED, headroom.FAILED, headroom.FAILED), headroom.FAILED
+    mine = headroom.Terms(number, headroom.FAILED, headroom.FAILED, headroom.FAILED)
     try:
         answer = int(own())
+        mine = mine._replace(own_bytes=answer)
         mine = fault.tried(HOOK, where, fault.drilled(where, _measure), mine, True, number, answer)
     finally:
         rows = [headroom.Terms(*row) for row in gather(list(mine))]
@@ -57,6 +58,9 @@ def _tell(rows: Sequence[headroom.Terms], mine: headroom.Terms) -> None:
 
 
 def _decided(rows: Sequence[headroom.Terms]) -> int:
+    silent = [row.rank for row in rows if row.own_bytes == headroom.FAILED]
+    if silent:
+        raise HeadroomError("tightrank: the engine failed on rank %d before it could size its KV cache" % silent[0])
     failed = [row.rank for row in rows if row.failed]
     if failed:
         raise HeadroomError("tightrank: hook headroom failed on rank %d: without its numbers no rank can size its KV cache"

@@ -20,6 +20,7 @@ FLAGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "chunk": ("--max-num-batched-tokens",),
         "context": ("--max-model-len",),
         "page": ("--block-size",),
+        "requests": ("--max-num-seqs",),
     },
     "sglang": {
         "model": ("--model-path", "--model"),

@@ -18,6 +18,12 @@ SIGNATURES: tuple[Signature, ...] = (
         "report this fault; leave headroom out of `hooks` to run without it",
         "the hook headroom"),
     Signature(
+        "engine-error",
+        r"tightrank: the engine failed on rank (?P<rank>\d+) before it could size its KV cache",
+        "The engine failed on rank {rank} before it could size its KV cache.",
+        "see that rank's own error in the log",
+        "the hook headroom", decisive=False, rank=Rank.CONSEQUENCE),
+    Signature(
         "arguments-invalid",
         r"[\w./ -]{1,60}: error: (?P<why>unrecognized arguments: .*|argument .*|ambiguous option: .*|the following "
         r"arguments are required: .*)",

@@ -18,6 +18,7 @@ from tightrank.host import HostFacts
 from tightrank.inputs import Inputs
 from tightrank.plan import hooks, pd
 from tightrank.plan.line import Chosen, choose, schedule
+from tightrank.plan.workspaces import reserved
 from tightrank.records import WorkerSpec
 
 PLUGIN = "tightrank"     # the adapter's entry point in both engines' plugin groups
@@ -78,7 +79,8 @@ def _worker(config: Config, index: int, engine: Engine, inputs: Inputs) -> Worke
     chosen = choose(config, index, engine, inputs) if "line" in config.hooks else None
     environment, env_notes = _environment(worker, engine, inputs)
     theirs = {**inputs.environment, **environment}
-    told, hooked = pd.tell(config, index, engine, theirs), hooks.tell(config, index, engine, chosen, theirs, {})
+    told = pd.tell(config, index, engine, theirs)
+    hooked = hooks.tell(config, index, engine, chosen, theirs, reserved(config, index, engine, inputs, chosen))
     steered = chosen if "line" not in config.observe else None
     return WorkerSpec(
         name=worker.name, engine=config.engine, role=worker.role, argv=(*_argv(config, worker, engine, steered), *told.args),
@@ -111,7 +113,7 @@ def _refuse_unreadable(config: Config, path: str, worker: Worker) -> None:
         whole = sorted(spelling for spelling in known if spelling.startswith(name))
         if len(name) > 2 and whole and name not in known:
             raise config.error(f"{path}.args", f"{name} is short for {' or '.join(whole)}; write it in full")
-    for flag in ({"chunk", "context", "page", "data_parallel", "context_parallel"} & flags.keys()):
+    for flag in ({"chunk", "context", "page", "data_parallel", "context_parallel", "requests"} & flags.keys()):
         try:
             number(config.engine, worker.args, flag)
         except ValueError:
