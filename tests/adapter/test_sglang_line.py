@@ -68,8 +68,9 @@ class Adder:
 class Engine:
     """SGLang's loop over the waiting queue, with the hooked adder of a fresh class."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, held: Any, page: int = 1, size: int = 1024) -> None:
-        monkeypatch.setattr(rank, "_settings", wire.Settings("w", 1, "sglang", {"line": {}}))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held: Any, page: int = 1, size: int = 1024,
+                 values: dict[str, Any] | None = None) -> None:
+        monkeypatch.setattr(rank, "_settings", wire.Settings("w", 1, "sglang", {"line": values or {}}))
         monkeypatch.setattr(line, "_line", held)
         monkeypatch.setattr(fault, "_counts", {})
         self.adder = type("PrefillAdder", (Adder,), {})
@@ -109,6 +110,13 @@ def test_a_first_chunk_counts_what_the_host_cache_holds(monkeypatch: pytest.Monk
     engine = Engine(monkeypatch, held(1_500_000))
     keywords = {"minimum": 64, "maximum": 1024, "granule": 64}
     assert engine.step([Request(20_000, 2_000, 6_000)]) == [[8_000, arithmetic.chunk_tokens(1_500_000, 8_000, **keywords)]]
+
+
+def test_observed_it_lowers_nothing_and_knows_what_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, held(1_500_000), values={wire.OBSERVE: True})
+    chunks = engine.step([Request(20_000, 2_000, 6_000)])
+    assert chunks == [[8_000, 1024]] and line.is_over([[8_000, 1024]]) and not line.is_over([[0, 1024]])
+    assert engine.step([]) == [[9_024, 1024]]
 
 
 def test_a_request_that_would_widen_the_batch_over_the_line_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ print(json.dumps({"output": vars(output), "name": type(scheduler).__qualname__})
 def drive(directory: Path, page: int | None = None, **more: Any) -> tuple[wire.Hello, dict[str, Any]]:
     """Runs PROGRAM as an engine core: its hello, and what its scheduler put out."""
     directory.chmod(0o700)
-    wire.write_settings(str(directory), wire.Settings("w", 1, "vllm", {"line": LINE},
+    wire.write_settings(str(directory), wire.Settings("w", 1, "vllm", {"line": {**LINE, **more.pop("values", {})}},
                                                       {"where": more.pop("drill", "")}))
     if page is not None:
         pages.ControlWriter(str(directory)).publish(page)
@@ -147,6 +147,12 @@ def test_when_the_decision_fails_a_step_holds_one_chunk_of_the_minimum(tmp_path:
         (100, 120, 119, 1), (5000, 5000, 1024, 1024), (5000, 5000, 1024, 1024), (5000, 5000, 4999, 1)])
     assert answer["output"]["granted"] == [1, 128, 0, 1]
     assert hello.facts["fault_count"] == 3
+
+
+def test_observed_it_lowers_nothing_and_the_step_knows_the_budget(tmp_path: Path) -> None:
+    hello, answer = drive(tmp_path, values={wire.OBSERVE: True}, rows=[(5000, 5000, 1024, 1024), (5000, 5000, 4096, 904)])
+    assert answer["output"]["granted"] == [1024, 904] and answer["output"]["tightrank_budget"] == LINE["budget"]
+    assert hello.hooks["line"]["state"] == wire.OBSERVING
 
 
 def test_a_worker_says_which_device_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:

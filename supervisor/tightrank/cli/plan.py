@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from tightrank import host, inputs, plan
-from tightrank.adapter import INJECT
+from tightrank.adapter import INJECT, wire
 from tightrank.cli.common import add_command_line, add_config_options, bold, load_config, table
 from tightrank.plan.line import grouped
 from tightrank.records import WorkerSpec
@@ -44,12 +44,17 @@ def _worker(spec: WorkerSpec, colour: bool) -> Iterator[str]:
             ("ranks", f"{spec.tensor_parallel * spec.pipeline_parallel} (tensor_parallel {spec.tensor_parallel} x "
                       f"pipeline_parallel {spec.pipeline_parallel}), devices {', '.join(spec.devices) or 'as seen'}"),
             ("adapter", f"{INJECT} in front of PYTHONPATH; TIGHTRANK_ADAPTER and TIGHTRANK_RUN new at each start"),
-            ("hooks", ", ".join(spec.hooks) or "none"), *_line(spec),
+            ("hooks", ", ".join(_hooks(spec)) or "none"), *_line(spec),
             ("drain", f"{spec.drain_seconds:g} s"), *(("note", note) for note in spec.notes)]
     yield from ("  " + line for line in table(rows).splitlines())
     if spec.schedule:
         yield ""
         yield from ("  " + line for line in _schedule(spec).splitlines())
+
+
+def _hooks(spec: WorkerSpec) -> Iterator[str]:
+    for hook, values in spec.hooks.items():
+        yield f"{hook} (observed)" if values.get(wire.OBSERVE) else hook
 
 
 def _line(spec: WorkerSpec) -> Iterator[tuple[str, str]]:
@@ -58,7 +63,7 @@ def _line(spec: WorkerSpec) -> Iterator[tuple[str, str]]:
     line = spec.line
     yield "line", (f"budget {line.budget:,} token², never under {line.floor_budget:,}; rule {line.rule}, chunks "
                    f"{line.minimum} to {line.maximum} in steps of {line.step} {line.granule}")
-    yield "longest request", f"{spec.context_tokens:,} tokens"
+    yield "longest request", "the engine's own" if spec.context_tokens is None else f"{spec.context_tokens:,} tokens"
 
 
 def _schedule(spec: WorkerSpec) -> str:

@@ -37,14 +37,20 @@ def _worker(worker: Json, colour: bool, now: float) -> list[str]:
     if worker["line"]:
         line = worker["line"]
         lines.append(f"  line  {worker['line_budget']:.3g} token², chunks {line['minimum']} to {line['maximum']} by "
-                     f"{line['granule']}, longest request {worker['context_tokens']} tokens, "
+                     f"{line['granule']}, longest request {_tokens(worker['context_tokens'])}, "
                      f"{worker['over_line_steps']} steps over the line")
+    if worker.get("headroom"):
+        lines.append(f"  headroom  {worker['headroom']['sentence']}")
     lines += [_rank(rank) for rank in worker["ranks"]]
     if worker["diagnosis"]:
         lines += _cause(worker["diagnosis"])
     elif worker["reason"]:
         lines.append(f"  {worker['reason']}")
     return lines
+
+
+def _tokens(count: int | None) -> str:
+    return "as the engine decides" if count is None else f"{count} tokens"
 
 
 def _rank(rank: Json) -> str:

@@ -123,9 +123,12 @@ def _taken(adder: Any, mixed: bool) -> List[int]:
 
 
 def _steered(adder: Any) -> Optional[_Line]:
-    """The line, where it is in force: not for diffusion models, which have another budget, nor where chunking is off."""
+    """The line, where it is in force: not for diffusion models, which have another budget, nor where chunking is off.
+
+    Observed, it lowers nothing; the record of each step says whether the batch was over it.
+    """
     ours = adder.rem_chunk_tokens is not None and getattr(adder, "dllm_config", None) is None
-    return _line if ours else None
+    return _line if ours and not rank.settings().observes(HOOK) else None
 
 
 def _decide(held: _Line, adder: Any, prefix: int, remaining: int, limit: int) -> int:

@@ -26,6 +26,7 @@ class Steering:
         self._page = _control_page()
         self._unreadable = False
         self.rules = _rules(scheduler, self._line)
+        self.observed = rank.settings().observes(HOOK)  # nothing is lowered; each step's record says whether it was over
         self.decode_rows = 1 + scheduler.num_spec_tokens
         self.budget: int = self._line["budget"]
         self.rows = self.width = 0
@@ -98,8 +99,8 @@ def _lowered(target: Callable[..., int]) -> Callable[..., int]:
         steering = self._tightrank
         # Decode rows pass at once, since every running request comes through here in every step. `getattr` because
         # this line is outside the fault wrapper.
-        if steering is not None and (num_new_tokens > steering.decode_rows
-                                     or num_computed_tokens < getattr(request, "num_prompt_tokens", 0)):
+        if steering is not None and not steering.observed and (
+                num_new_tokens > steering.decode_rows or num_computed_tokens < getattr(request, "num_prompt_tokens", 0)):
             num_new_tokens = steering.grant(request, num_computed_tokens, num_new_tokens)
         return target(self, request, num_computed_tokens, num_new_tokens)
 
