@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from tightrank import __version__
 from tightrank.decide import Policy, missing_hooks
-from tightrank.diagnose import headroom
 from tightrank.records import LineSpec, Phase, Snapshot, Status, WorkerReading, WorkerStatus
 from tightrank.watch import tightest
 from tightrank.worker import Worker, hook_roles
@@ -44,7 +43,7 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
         processes=reading.processes, hooks_wanted=tuple(spec.hooks), log_tail=worker.tail(),
         served_model=spec.served_model, address=spec.address, transfer_port=spec.transfer_port,
         longest_step_seconds=run.longest_step_seconds if run else None, drains=worker.drains,
-        headroom=headroom.summary(headroom.rows(reading.ranks), spec.hooks.get("headroom", {})))
+        headroom=run.headroom if run else None)
 
 
 def _facts(reading: WorkerReading, name: str) -> list[int]:

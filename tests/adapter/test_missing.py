@@ -30,8 +30,9 @@ def test_a_module_without_what_a_hook_needs(tmp_path: Path, engine: str, hook: s
               "headroom": {"fraction": 0.08}, "empty-cache": {"when": "pressure", "mark_bytes": 0}}
     wire.write_settings(str(run), wire.Settings("w", 1, engine, {hook: values.get(hook, {})}))
     role = wire.HOOK_ROLES[engine][hook][0]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(run), role, engine, hook, module, target], timeout=60, check=False,
-                          capture_output=True, text=True, env={"PYTHONPATH": str(INJECT), "TIGHTRANK_ADAPTER": str(run)})
+    argv = [sys.executable, "-c", PROGRAM, str(run), role, engine, hook, module, target]
+    done = subprocess.run(argv, timeout=60, check=False, capture_output=True, text=True,
+                          env={"PYTHONPATH": str(INJECT), "TIGHTRANK_ADAPTER": str(run)})
     assert done.returncode == 0, done.stderr
     [path] = run.glob("hello-*.json")
     state = json.loads(path.read_text())["hooks"][hook]

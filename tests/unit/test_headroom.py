@@ -17,13 +17,13 @@ GIB, MIB = 2**30, 2**20
 ROWS = [Terms(0, 40 * GIB, 60 * GIB, 5 * GIB), Terms(1, 40 * GIB, 12 * GIB, 5 * GIB)]
 TOO_SMALL = Diagnosis("kv-pool-too-small", "No memory is left.", (), "raise --mem-fraction-static (now 0.9)", False)
 sizes = st.integers(0, 2**48)
-terms = st.builds(Terms, st.integers(0, 7), sizes, sizes, sizes)
+terms = st.builds(Terms, st.integers(0, 7), sizes, sizes, sizes, sizes)
 
 
 @given(terms)
 def test_never_more_than_the_engines_own_nor_than_what_is_free(row: Terms) -> None:
     assert row.available_bytes <= row.own_bytes and row.available_bytes <= row.free_bytes - row.headroom_bytes
-    assert row.available_bytes == (row.own_bytes if row.bound == "engine" else row.free_bytes - row.headroom_bytes)
+    assert row.available_bytes == (row.own_bytes if row.bound == "engine" else row.left_bytes)
 
 
 @given(st.lists(terms, min_size=1, max_size=8))
@@ -40,10 +40,19 @@ def test_balanced_ranks_keep_the_engines_number() -> None:
 
 def test_the_sentence_has_all_terms_of_the_sum() -> None:
     assert headroom.sentence(ROWS, {"terms": {"prefill": 3 * GIB, "FP8 MLA workspace": 2 * GIB}, "guard_bytes": 2 * GIB}) == (
-        "rank 1 is the tightest (rank 0 40960.0 MiB), 7168.0 MiB for the KV cache: 12288.0 MiB free - 5120.0 MiB headroom = "
-        "7168.0 MiB, under the engine's own 40960.0 MiB; headroom is prefill 3072.0 MiB + FP8 MLA workspace 2048.0 MiB, and "
-        "the guard's 2048.0 MiB where memory is the host's")
+        "rank 1 is the tightest (rank 0 40960.0 MiB), with 7168.0 MiB to the KV cache: 12288.0 MiB free - 5120.0 MiB "
+        "headroom = 7168.0 MiB, under the engine's own 40960.0 MiB; headroom is prefill 3072.0 MiB + FP8 MLA workspace 2048.0 MiB, and of "
+        "the guard's 2048.0 MiB this rank's share where memory is the host's")
     assert "the engine's own 40960.0 MiB, under 61440.0 MiB free" in headroom.sentence(ROWS[:1], {})
+    assert headroom.sentence(ROWS[1:], {"ranks": 2}).startswith("rank 1 can give 7168.0 MiB to the KV cache: 12288.0 MiB free")
+    observed = headroom.sentence(ROWS, {"observe": True})
+    assert observed.startswith("only observed, the engine's own number stands; it would be: rank 1")
+
+
+def test_what_the_engine_takes_later_is_not_free() -> None:
+    row = Terms(0, 40 * GIB, 50 * GIB, 5 * GIB, 8 * GIB)
+    assert (row.available_bytes, row.bound) == (37 * GIB, "headroom")
+    assert "51200.0 MiB free - 8192.0 MiB that the engine takes later - 5120.0 MiB headroom" in headroom.sentence([row], {})
 
 
 @pytest.mark.parametrize(("values", "number", "shared", "wanted"), [
@@ -73,15 +82,35 @@ def test_the_status_names_bound_and_rank() -> None:
     assert told.summary([], {}) is None
 
 
-@pytest.mark.parametrize(("cause", "engine", "flag"), [
-    ("kv-pool-too-small", "vllm", "--max-num-seqs"), ("kv-pool-too-small", "sglang", "--max-running-requests"),
-    ("context-exceeds-kv-pool", "vllm", "--max-model-len"), ("context-exceeds-kv-pool", "sglang", "--context-length"),
-    ("kv-pool-too-small", "atom", "--max-num-seqs"), ("state-cache-too-small", "atom", "--max-num-seqs")])
-def test_where_the_headroom_binds_nobody_is_told_to_raise_the_utilization(cause: str, engine: str, flag: str) -> None:
-    diagnosis = told.explained(Diagnosis(cause, "Too small.", (), "raise --gpu-memory-utilization", False), engine, ROWS, {})
-    assert diagnosis.cause == cause and flag in diagnosis.change and "headroom.reserve" in diagnosis.change
-    assert "utilization" not in diagnosis.change and "rank 1" in diagnosis.change
+@pytest.mark.parametrize(("engine", "text", "kept"), [
+    ("sglang", "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value: "
+     "mem_fraction_static=0.9", ""),
+    ("vllm", "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", ""),
+    ("vllm", "ValueError: To serve at least one request with the model's max seq len (65536), (8.0 GiB KV cache is needed, "
+     "which is larger than the available KV cache memory (4.0 GiB). Based on the available memory, the estimated maximum model "
+     "length is 32768. Try increasing `gpu_memory_utilization`", "--max-model-len 32768, or "),
+    ("atom", "RuntimeError: Per-request cache tensor (8.00GB for 512 slots) exceeds available KV budget (4.00GB) at "
+     "--gpu-memory-utilization 0.85. Set --gpu-memory-utilization >= 0.95 (x) or reduce --max-num-seqs (currently 512).",
+     "--max-num-seqs 243 at most (now 512), or ")])
+def test_where_the_headroom_binds_nobody_is_told_to_take_a_larger_share(engine: str, text: str, kept: str) -> None:
+    own = diagnose.deciding_line(engine, Line(1.0, 1.0, "stderr", text))
+    assert own is not None and own.cause in ("kv-pool-too-small", "context-exceeds-kv-pool", "state-cache-too-small")
+    diagnosis = told.explained(own, engine, ROWS, {})
+    assert diagnosis.cause == own.cause and diagnosis.change.startswith(kept)
+    assert not any(share in diagnosis.change for share in ("utilization", "mem-fraction"))
+    assert "lower headroom.reserve, or free memory on rank 1" in diagnosis.change
     assert "rank 1 is the tightest" in diagnosis.summary
+    derived = told.explained(own, engine, ROWS, {"terms": {"prefill": 5 * GIB}})
+    assert "lower line.budget or headroom.pair_bytes" in derived.change
+
+
+def test_other_advice_of_the_engine_is_kept() -> None:
+    own = diagnose.deciding_line("sglang", Line(1.0, 1.0, "stderr", "ValueError: SWA pool (100 tokens) cannot hold even one "
+                                                "request: the prefill admission floor is sliding_window_size (4096)"))
+    assert own is not None
+    assert told.explained(own, "sglang", ROWS, {}).change.startswith("raise --swa-full-tokens-ratio, or lower headroom.reserve")
+    own = Diagnosis("kv-pool-too-small", "Too small.", (), "lower --max-total-tokens", False)
+    assert told.explained(own, "sglang", ROWS, {}).change == own.change
 
 
 def test_where_the_engine_binds_its_own_advice_stands() -> None:

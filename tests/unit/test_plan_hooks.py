@@ -53,7 +53,7 @@ def test_the_line_is_told_as_before(plan: Plan) -> None:
 def test_the_indexers_budget_reaches_hook_and_environment(plan: Plan, engine: str, variable: str) -> None:
     spec = plan("hooks: [ranks, indexer]\nindexer: {budget: 64MiB}", engine)
     assert spec.hooks["indexer"] == {"budget_bytes": 64 * MIB, "ranks": 1} and spec.env[variable] == "64"
-    with pytest.raises(ConfigError, match=f"indexer.budget: {variable} is set in the engine's environment too"):
+    with pytest.raises(ConfigError, match=f"yaml:4: {variable}: 512 is not indexer.budget, which makes it 256; leave it out"):
         plan("hooks: [ranks, indexer]", engine, worker=f", env: {{{variable}: 512}}")
 
 
@@ -61,7 +61,7 @@ def test_the_plan_knows_what_the_published_budget_does(plan: Plan) -> None:
     """c from 14 to about 11 bytes, and B from 2.0e8 to 2.6e8 in the 2.87 GB that were measured."""
     spec = plan("hooks: [ranks, line, indexer]\nline: {budget: 2.05e8}")
     [note] = [note for note in spec.notes if note.startswith("indexer")]
-    assert "11.3 instead of 14 bytes" in note and "line.budget 2e+08 holds 2.6e+08" in note
+    assert "holds 14 bytes" in note and "then holds 11.3" in note and "205,000,000 is enough for 260,156,454" in note
 
 
 def test_headroom_by_default_is_the_published_fraction(plan: Plan) -> None:
@@ -80,9 +80,16 @@ def test_headroom_as_it_is_written(plan: Plan, reserve: str, values: dict[str, A
     ("hooks: [ranks, headroom]\nheadroom: {reserve: 1.5}", "", "headroom.reserve: 1.5 must be a fraction under 1"),
     ("hooks: [ranks, headroom]\nheadroom: {reserve: -1GiB}", "", "headroom.reserve: -1GiB must be"),
     ("hooks: [ranks, headroom]\nheadroom: {reserve: 1GiB+2GiB+3GiB}", ", tensor_parallel: 2",
-     "headroom.reserve: 3 sizes for the 2 ranks of workers[0]; give one, or 2 joined by +"),
+     "headroom.reserve: 3 sizes, and workers[0] has 2 ranks; give one for all workers' ranks, or 2 joined by +"),
+    ("hooks: [ranks, headroom]\nheadroom: {reserve: 1GiB+2GiB}", "", "has 1 rank; give one for all workers' ranks"),
+    ("hooks: [ranks, headroom]\nheadroom: {reserve: 2000TiB}", "", "headroom.reserve: 2000TiB must be between 0B and 1024TiB"),
+    ("hooks: [ranks, line, headroom]\nobserve: [line]\nheadroom: {reserve: derived}", "", "take line out of observe, or give"),
+    ("hooks: [headroom]", "", "hooks: headroom: the others report by way of ranks; add it"),
+    ("hooks: [ranks, headroom]\nobserve: [headroom, headroom]", "", "observe: headroom, headroom: name each hook once"),
+    ("hooks: [ranks, headroom]", ", args: [--num-gpu-blocks-override, 100]", "--num-gpu-blocks-override sizes the KV cache"),
+    ("hooks: [ranks, headroom]", ", args: [--distributed-executor, ray]", "--distributed-executor is short for"),
     ("hooks: [ranks, headroom]\nheadroom: {reserve: derived}", "", "headroom.reserve: derived: needs the hook line"),
-    ("hooks: [ranks, indexer]\nindexer: {budget: 1.5MiB}", "", "indexer.budget: 1572864 bytes: must be whole MiB"),
+    ("hooks: [ranks, indexer]\nindexer: {budget: 1.5MiB}", "", "must be whole MiB, as engines take it; give 1MiB or 2MiB"),
     ("hooks: [ranks, indexer]\nindexer: {budget: 1KiB}", "", "indexer.budget: 1KiB must be between 1MiB"),
     ("hooks: [ranks]\nobserve: [headroom]", "", "observe: headroom: not in hooks (ranks); add it there"),
     ("observe: [ranks]", "", "observe: [ranks] has 'ranks', which must be one of line, indexer"),
@@ -112,6 +119,30 @@ def test_derived_headroom_is_a_prefill_under_the_line_and_what_comes_after_sizin
     assert any("FP8 MLA workspace" in note for note in spec.notes)
 
 
+@pytest.mark.parametrize("flag", ["--max-num-seqs, -1", "--max-num-seqs, 0", "--block-size, auto"])
+def test_a_workspace_is_not_planned_from_a_number_that_is_none(plan: Plan, flag: str) -> None:
+    with pytest.raises(ConfigError, match="must be at least 1 where the hook heads plans its workspace"):
+        plan("hooks: [ranks, line, heads]", model=KIMI, worker=f", args: [--kv-cache-dtype, fp8, {flag}]")
+    assert plan("hooks: [ranks, heads]", model=KIMI, worker=f", args: [--kv-cache-dtype, fp8, {flag}]").hooks["heads"] == {}
+
+
+@pytest.mark.parametrize(("observe", "bytes_"), [("", 10 * 200_000_000 + 256 * MIB), ("observe: [indexer]", 14 * 200_000_000)])
+def test_an_observed_indexer_saves_nothing(plan: Plan, observe: str, bytes_: int) -> None:
+    spec = plan(f"hooks: [ranks, line, indexer, headroom]\nheadroom: {{reserve: derived}}\n{observe}")
+    assert spec.hooks["headroom"]["bytes"] == [bytes_]
+
+
+def test_a_decode_worker_prefills_nothing(plan: Plan) -> None:
+    text = "hooks: [ranks, line, headroom]\nheadroom: {reserve: derived}"
+    assert plan(text, "sglang", worker=", role: decode, address: 127.0.0.1").hooks["headroom"]["bytes"] == [0]
+
+
+def test_keys_of_a_hook_that_is_not_wanted_are_told(plan: Plan) -> None:
+    notes = plan("headroom: {reserve: 4GiB}\nempty_cache: {when: never}").notes
+    assert "headroom.reserve is set and has no effect: hooks does not name headroom" in notes
+    assert "empty_cache.when is set and has no effect: hooks does not name empty-cache" in notes
+
+
 def test_heads_needs_an_fp8_kv_cache(plan: Plan) -> None:
     with pytest.raises(ConfigError, match=r"heads is for an FP8 KV cache; add --kv-cache-dtype fp8") as caught:
         plan("hooks: [ranks, heads]", model=KIMI)
@@ -131,7 +162,7 @@ def test_atoms_own_variable_is_honoured(plan: Plan) -> None:
     assert plan("hooks: [ranks, headroom]", environment=variable).hooks["headroom"]["fraction"] == 0.08
     with pytest.raises(ConfigError, match=r"headroom.reserve: ATOM_KV_PREFILL_HEADROOM_FRAC=0.12 says it too"):
         plan("hooks: [ranks, headroom]\nheadroom: {reserve: 0.1}", "atom", environment=variable)
-    with pytest.raises(ConfigError, match=r"ATOM_KV_PREFILL_HEADROOM_FRAC: eight: must be a fraction under 1"):
+    with pytest.raises(ConfigError, match=r"env: ATOM_KV_PREFILL_HEADROOM_FRAC: 'eight' must be a fraction under 1"):
         plan("hooks: [ranks, headroom]", "atom", environment={"ATOM_KV_PREFILL_HEADROOM_FRAC": "eight"})
 
 
@@ -142,7 +173,7 @@ def test_an_observed_hook_leaves_the_engines_command_and_environment_alone(plan:
     assert spec.argv == alone.argv and spec.env == alone.env and spec.context_tokens is None
     assert all(values["observe"] is True for hook, values in spec.hooks.items() if hook != "ranks")
     assert spec.hooks["line"]["budget"] == 200_000_000, "what it would keep is known"
-    assert sum("is observed" in note for note in spec.notes) == 4
+    assert sum("is only observed" in note for note in spec.notes) == 4 and spec.line is None and spec.schedule == ()
 
 
 def test_hooks_of_the_workers_get_one_process_per_rank(plan: Plan) -> None:

@@ -13,11 +13,13 @@ from . import memory, rank, wire
 HOOK = "empty-cache"
 WORTH_BYTES = 64 << 20  # less than this in the allocator's cache is not worth the wait
 _releases = 0
+_kept_bytes = 0  # in the allocator's cache after the last release: parts of blocks in use, pools of graphs
 
 
 def begin() -> bool:
     """Whether chunks are to be looked at; tells the supervisor that the hook is in force. Raises KeyError for bad settings."""
     values = rank.settings().hooks[HOOK]
+    int(values["mark_bytes"])
     wanted = {"never": False, "pressure": True, "every-chunk": True}[values["when"]]
     rank.hook(HOOK, wire.IN_FORCE)
     return wanted
@@ -27,7 +29,7 @@ def chunk_ended() -> None:
     """To be called by the engine's thread that runs chunks, when one was launched whole."""
     global _releases
     cuda = memory.device()
-    if cuda is not None and cuda.memory_reserved() - cuda.memory_allocated() < WORTH_BYTES:
+    if cuda is not None and _idle_bytes(cuda) - _kept_bytes < WORTH_BYTES:
         return
     values = rank.settings().hooks[HOOK]
     if values["when"] == "pressure" and memory.available().free_bytes >= values["mark_bytes"]:
@@ -38,9 +40,15 @@ def chunk_ended() -> None:
     rank.count("cache_releases", _releases)
 
 
+def _idle_bytes(cuda: Any) -> int:
+    return int(cuda.memory_reserved() - cuda.memory_allocated())
+
+
 def _release(cuda: Any) -> None:
     """On a CPU the cache is glibc's heap: it keeps what was allocated in pieces under its mmap threshold."""
+    global _kept_bytes
     if cuda is not None:
         cuda.empty_cache()
+        _kept_bytes = _idle_bytes(cuda)
     else:
         getattr(ctypes.CDLL(None), "malloc_trim", lambda keep: 0)(0)  # musl has none

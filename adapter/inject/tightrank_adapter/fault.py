@@ -2,19 +2,19 @@
 
 Ours is tried, the engine's is not: an engine's function is called once (or not at all when a `before` answers in its
 place), with its own arguments, and what it raises passes untouched. A fault of ours is counted, written into the hello
-and sent; after LIMIT faults a hook answers its fallback only.
+and sent; after LIMIT faults of one function the fallback answers for it, and the hook's state is DEGRADED.
 
 A fault drill: `"drill": {"where": "<Class.function>", "ranks": [1]}` in the settings makes our part of that wrapper
 raise on those ranks (all of them when `ranks` is absent), which shows that the above holds.
 """
 import functools
 import sys
-from typing import Any, Callable, Dict, NamedTuple, Optional
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 from . import rank, wire
 
 LIMIT = 3
-_counts: Dict[str, int] = {}
+_counts: Dict[Tuple[str, str], int] = {}  # (hook, where)
 _NOTHING = object()
 
 
@@ -52,13 +52,15 @@ def engine_release() -> str:
 
 def report(hook: str, where: str, error: BaseException, replicated: bool = False) -> None:
     """Counts a fault of ours and tells the supervisor, once by datagram and for sure by the hello."""
-    _counts[hook] = _counts.get(hook, 0) + 1
+    found = _counts[hook, where] = _counts.get((hook, where), 0) + 1
+    if found == LIMIT:
+        rank.hook(hook, wire.DEGRADED, where, "%d faults, the last %s: %s" % (LIMIT, type(error).__name__, error))
     rank.fault(hook, where, "%s: %s" % (type(error).__name__, error), replicated)
 
 
 def is_off(hook: str) -> bool:
-    """Whether `hook` had so many faults that it answers its fallback only."""
-    return _counts.get(hook, 0) >= LIMIT
+    """Whether a function of `hook` had so many faults that its fallback answers for it."""
+    return any(found >= LIMIT for (name, _), found in _counts.items() if name == hook)
 
 
 def tried(hook: str, where: str, function: Callable[..., Any], fallback: Any, replicated: bool,
@@ -101,7 +103,7 @@ def wrap(owner: Any, name: str, hook: str, *, before: Optional[Callable[..., Any
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         token = _NOTHING
-        if _counts.get(hook, 0) < LIMIT:  # `tried` in place: it saves two calls in every step of an engine
+        if _counts.get((hook, where), 0) < LIMIT:  # `tried` in place: it saves two calls in every step of an engine
             try:
                 token = ours(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the same place

@@ -95,7 +95,11 @@ def host() -> Memory:
     if _own_groups is None:  # which cgroups hold us is looked up once: a process is seldom moved
         _own_groups = tuple(groups())
     values = meminfo(read(str(_PROC), "meminfo"))
-    limits = [found for found in (group.room() for group in _own_groups) if found is not None]
+    try:
+        limits = [found for found in (group.room() for group in _own_groups) if found is not None]
+    except OSError:
+        _own_groups = None  # we were moved, perhaps: the next call looks again
+        raise
     return Memory(min([values["MemAvailable"], *(room for _, room in limits)]),
                   min([values["MemTotal"], *(limit for limit, _ in limits)]), True)
 

@@ -98,10 +98,14 @@ def locate(index: int) -> None:
 
 
 def hook(name: str, state: str, wanted: str = "", found: str = "") -> None:
-    """The state of a hook in this process (wire.IN_FORCE ...); FAILED stays FAILED. Observed hooks are never in force."""
+    """The state of a hook in this process (wire.IN_FORCE ...); FAILED stays, and so does DEGRADED but for FAILED.
+
+    Observed hooks are never in force.
+    """
     if state == wire.IN_FORCE and settings().observes(name):
         state = wire.OBSERVING
-    if _hooks.get(name, {}).get("state") != wire.FAILED:
+    before = _hooks.get(name, {}).get("state")
+    if before != wire.FAILED and (before != wire.DEGRADED or state == wire.FAILED):
         _hooks[name] = {"state": state, "wanted": wanted, "found": found}
         _write()
 

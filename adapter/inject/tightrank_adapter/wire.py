@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import socket
+from _thread import get_native_id
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 SCHEMA = 2
@@ -31,6 +32,7 @@ HOOK_ROLES: Dict[str, Dict[str, Tuple[str, ...]]] = {
 }
 
 WANTED, IN_FORCE, OBSERVING, SKIPPED, FAILED = "wanted", "in-force", "observing", "skipped", "failed"
+DEGRADED = "degraded"          # after faults of ours: it answers its fallback, or nothing, from here on
 HOLDS = (IN_FORCE, OBSERVING)  # as asked for
 OBSERVE = "observe"            # among the values of a hook: it computes and records, and changes nothing
 
@@ -165,7 +167,7 @@ def _fits(value: Any, kind: Any) -> bool:
 def write_json(path: str, values: Dict[str, Any]) -> None:
     """Replaces `path` whole (temporary file, then rename), private to its owner. Raises OSError."""
     text = json.dumps(values)
-    temporary = "%s.%d.tmp" % (path, os.getpid())
+    temporary = "%s.%d.%d.tmp" % (path, os.getpid(), get_native_id())
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "w") as file:

@@ -21,6 +21,7 @@ FLAGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "context": ("--max-model-len",),
         "page": ("--block-size",),
         "requests": ("--max-num-seqs",),
+        "executor": ("--distributed-executor-backend",),
     },
     "sglang": {
         "model": ("--model-path", "--model"),

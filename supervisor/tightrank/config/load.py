@@ -214,10 +214,16 @@ def _check_across(config: Config) -> None:
         raise config.error("limits.backoff_longest", f"{longest} is less than limits.backoff_first, {first}; raise it")
     if len(set(config.hooks)) < len(config.hooks):
         raise config.error("hooks", f"{', '.join(config.hooks)}: name each hook once")
+    if config.hooks and "ranks" not in config.hooks:
+        raise config.error("hooks", f"{', '.join(config.hooks)}: the others report by way of ranks; add it")
+    if len(set(config.observe)) < len(config.observe):
+        raise config.error("observe", f"{', '.join(config.observe)}: name each hook once")
     if alien := sorted(set(config.observe) - set(config.hooks)):
         raise config.error("observe", f"{', '.join(alien)}: not in hooks ({', '.join(config.hooks)}); add it there")
     if config.indexer.budget_bytes % 2**20:
-        raise config.error("indexer.budget", f"{config.indexer.budget_bytes} bytes: must be whole MiB, as engines take it")
+        below = config.indexer.budget_bytes >> 20
+        raise config.error("indexer.budget", f"{config.indexer.budget_bytes} bytes: must be whole MiB, as engines take it; "
+                           f"give {below}MiB or {below + 1}MiB")
     for index, worker in enumerate(config.workers):
         _check_worker(config, f"workers[{index}]", worker, config.workers[:index])
 

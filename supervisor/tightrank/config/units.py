@@ -103,18 +103,19 @@ class Reserve:
     def parse(self, text: str) -> float | str | tuple[int, ...]:
         if text == "derived":
             return text
-        if re.fullmatch(r"0?\.[0-9]{1,6}|0", text):
+        if re.fullmatch(r"0?\.[0-9]{1,18}|0", text):
             return float(text)
+        if not re.search(r"[A-Za-z]", text):
+            raise ValueError("must be a fraction under 1 (0.08), a size (4GiB), one for each rank (6GiB+4GiB), or derived")
         try:
-            return tuple(Size().parse(part) for part in text.split("+"))
-        except ValueError:
-            raise ValueError("must be a fraction under 1 (0.08), a size (4GiB), one for each rank (6GiB+4GiB), or derived") \
-                from None
+            return tuple(Size().parse(part.strip()) for part in text.split("+"))
+        except ValueError as error:
+            raise ValueError(f"{error}; or it is a fraction under 1 (0.08), or derived") from None
 
     def schema(self) -> dict[str, Any]:
         size = rf"\d+(\.\d+)? ?({'|'.join(_SIZES)})"
         return {"type": ["number", "string"], "minimum": 0, "exclusiveMaximum": 1,
-                "pattern": rf"^(derived|0|0?\.\d{{1,6}}|{size}(\+{size})*)$"}
+                "pattern": rf"^(derived|0|0?\.\d{{1,18}}|{size}( ?\+ ?{size})*)$"}
 
 
 @dataclass(frozen=True, slots=True)

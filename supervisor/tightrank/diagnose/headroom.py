@@ -5,6 +5,7 @@ the bound, that changes nothing.
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,8 @@ from tightrank.records import Diagnosis, RankReading
 if TYPE_CHECKING:
     from tightrank_adapter.headroom import Terms
 
-# cause -> what must fit into the KV cache, by engine
-_FLAGS: Mapping[str, Mapping[str, str]] = {
-    "context-exceeds-kv-pool": {"vllm": "--max-model-len", "sglang": "--context-length", "atom": "--max-model-len"},
-    "state-cache-too-small": {"vllm": "--max-num-seqs", "sglang": "--max-running-requests", "atom": "--max-num-seqs"},
-    "kv-pool-too-small": {"vllm": "--max-num-seqs", "sglang": "--max-running-requests", "atom": "--max-num-seqs"},
-}
+_SHARES = ("--gpu-memory-utilization", "--mem-fraction-static")      # of the device's memory, as the engines call it
+_CAUSES = ("kv-pool-too-small", "context-exceeds-kv-pool", "state-cache-too-small")
 
 
 def rows(ranks: Sequence[RankReading]) -> list[Terms]:
@@ -39,11 +36,19 @@ def summary(terms: Sequence[Terms], values: Mapping[str, Any]) -> Mapping[str, A
 
 
 def explained(diagnosis: Diagnosis, engine: str, terms: Sequence[Terms], values: Mapping[str, Any]) -> Diagnosis:
-    """`diagnosis` with what to change, where it is about the KV cache's size and the headroom was the bound."""
-    if diagnosis.cause not in _FLAGS or not terms or headroom.tightest(terms).bound != "headroom" or "observe" in values:
+    """`diagnosis` with the bound, where it is about the KV cache's size and the headroom was the bound; advice to take a
+    larger share, which would change nothing, is replaced. Our own message (it has the headroom's number) stands."""
+    if diagnosis.cause not in _CAUSES or not terms or "observe" in values or "headroom_bytes" in diagnosis.numbers:
         return diagnosis
     least = headroom.tightest(terms)
-    said: str = headroom.sentence(terms, dict(values))
-    return replace(diagnosis, summary=f"{diagnosis.summary.rstrip('.')}; the headroom is the bound: {said}",
-                   change=f"lower {_FLAGS[diagnosis.cause][engine]}, or headroom.reserve, or free memory on rank {least.rank}; "
-                          "a larger share of the device's memory changes nothing")
+    if least.bound != "headroom":
+        return diagnosis
+    summary = f"{diagnosis.summary.rstrip('.')}; the headroom is the bound: {headroom.sentence(terms, dict(values))}"
+    if not any(share in diagnosis.change for share in _SHARES):
+        return replace(diagnosis, summary=summary)
+    own = "line.budget or headroom.pair_bytes" if "terms" in values else "headroom.reserve"
+    # its first advice may be to ask for less, with the number that fits
+    first = re.split(r"[,;] ", diagnosis.change)[0]
+    less = "" if any(share in first for share in _SHARES) else f"{first}, or "
+    change = f"{less}lower {own}, or free memory on rank {least.rank}; a larger share of the device's memory changes nothing"
+    return replace(diagnosis, summary=summary, change=change)

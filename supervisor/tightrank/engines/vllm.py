@@ -43,7 +43,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
-_EXECUTOR = "--distributed-executor-backend"
+_EXECUTOR = FLAGS["vllm"]["executor"][0]
 LEASE_SECONDS = 30          # vLLM's own kv_lease_duration; renewed by the decode worker every sixth of it
 
 
@@ -115,6 +115,9 @@ class VLLM:
         if (wanted := _in_workers(hooks)) and value(args, _EXECUTOR) not in (None, "mp"):
             return (f"{_EXECUTOR} {value(args, _EXECUTOR)}: the hook {wanted[0]} needs mp, one process per rank; leave the "
                     "flag out")
+        if "headroom" in hooks and has(args, "--num-gpu-blocks-override"):
+            return ("--num-gpu-blocks-override sizes the KV cache whatever memory there is, the hook headroom by what there "
+                    "is; drop one of the two")
         if (number("vllm", args, "data_parallel") or 1) > 1:
             return "--data-parallel-size over 1 is not supported inside one worker; name one worker per replica"
         if "line" in hooks and has(args, "--no-enable-chunked-prefill"):

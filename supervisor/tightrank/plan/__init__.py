@@ -80,19 +80,25 @@ def _worker(config: Config, index: int, engine: Engine, inputs: Inputs) -> Worke
     environment, env_notes = _environment(worker, engine, inputs)
     theirs = {**inputs.environment, **environment}
     told = pd.tell(config, index, engine, theirs)
-    hooked = hooks.tell(config, index, engine, chosen, theirs, reserved(config, index, engine, inputs, chosen))
-    steered = chosen if "line" not in config.observe else None
+    steered = chosen if "line" not in config.observe else None     # an observed line bounds nothing
+    hooked = hooks.tell(config, index, engine, chosen, theirs, reserved(config, index, engine, inputs, steered))
     return WorkerSpec(
         name=worker.name, engine=config.engine, role=worker.role, argv=(*_argv(config, worker, engine, steered), *told.args),
         env={**environment, **told.env, **hooked.env}, host=worker.host, port=worker.port, model=config.model,
         served_model=_served_model(config, worker), tensor_parallel=worker.tensor_parallel,
         pipeline_parallel=worker.pipeline_parallel, devices=worker.devices, hooks=hooked.values,
-        line=chosen.spec if chosen else None, context_tokens=steered.context if steered else None,
-        schedule=schedule(chosen.spec, chosen.context) if chosen else (),
+        line=steered.spec if steered else None, context_tokens=steered.context if steered else None,
+        schedule=schedule(steered.spec, steered.context) if steered else (),
         drain_seconds=config.limits.drain_seconds, start_stall_seconds=config.limits.start_stall_seconds,
         address=told.address, transfer_host=told.host, transfer_port=told.port, api_key=inputs.api_keys.get(worker.name),
-        notes=(*(chosen.notes if chosen else ("the line is off: hooks does not name it",)), *env_notes, *told.notes,
+        notes=(*_line_notes(chosen, steered), *env_notes, *told.notes,
                *hooked.notes))
+
+
+def _line_notes(chosen: Chosen | None, steered: Chosen | None) -> tuple[str, ...]:
+    if steered is not None:
+        return steered.notes
+    return () if chosen is not None else ("the line is off: hooks does not name it",)
 
 
 def _refuse_own_keys(config: Config, path: str, worker: Worker) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from tightrank.adapter import heads
 from tightrank.config import Config
-from tightrank.config.flags import value
+from tightrank.config.flags import FLAGS, value
 from tightrank.engines.base import Engine, number, sections
 from tightrank.inputs import Inputs
 from tightrank.plan.line import Chosen
@@ -21,7 +21,7 @@ _DIMENSIONS = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v
 
 
 def reserved(config: Config, index: int, engine: Engine, inputs: Inputs, chosen: Chosen | None) -> Mapping[str, int]:
-    """Name -> bytes on each rank. Raises ConfigError where `heads` is asked for and cannot be in force."""
+    """Name -> bytes on each rank; `chosen`: the line where it is kept. Raises ConfigError where `heads` cannot be in force."""
     if "heads" not in config.hooks or engine.name != "vllm":
         return {}
     worker, path = config.workers[index], f"workers[{index}]"
@@ -29,18 +29,25 @@ def reserved(config: Config, index: int, engine: Engine, inputs: Inputs, chosen:
     if not (value(worker.args, "--kv-cache-dtype") or "").startswith("fp8"):
         raise config.error(f"{path}.args", "the hook heads is for an FP8 KV cache; add --kv-cache-dtype fp8, or take heads "
                            "out of hooks", "hook-unavailable")
-    tokens = chosen.spec.maximum if chosen else number("vllm", worker.args, "chunk") or 8192
-    context = chosen.context if chosen else engine.own_context(inputs.model)
-    requests = number("vllm", worker.args, "requests") or MOST_REQUESTS
-    return _bytes(shape, tokens, context, requests, number("vllm", worker.args, "page") or BLOCK_TOKENS)
+    if chosen is None:             # only `derived` asks for the bytes, and that needs the line
+        return {}
+    requests = _given(config, index, "requests", MOST_REQUESTS)
+    return _bytes(shape, chosen.spec.maximum, chosen.context, requests, _given(config, index, "page", BLOCK_TOKENS))
+
+
+def _given(config: Config, index: int, flag: str, default: int) -> int:
+    found = number("vllm", config.workers[index].args, flag)
+    if found is not None and found < 1:
+        raise config.error(f"workers[{index}].args", f"{FLAGS['vllm'][flag][0]} {found}: must be at least 1 where the hook "
+                           "heads plans its workspace; give the number")
+    return default if found is None else found
 
 
 def _shape(config: Config, inputs: Inputs, tensor_parallel: int) -> heads.Shape:
     text = sections(inputs.model)
-    found = [text.get(name) for name in _DIMENSIONS]
-    whole = [size for size in found if isinstance(size, int) and size > 0]
-    if len(whole) < len(found):
-        missing = ", ".join(name for name, size in zip(_DIMENSIONS, found, strict=True) if size not in whole)
+    whole = [size for name in _DIMENSIONS if isinstance(size := text.get(name), int) and size > 0]
+    if len(whole) < len(_DIMENSIONS):
+        missing = ", ".join(name for name in _DIMENSIONS if not isinstance(text.get(name), int) or text[name] < 1)
         raise config.error("hooks", f"heads is for MLA models, and {config.model}/config.json has no {missing}; take it out of "
                            "hooks", "hook-unavailable")
     return heads.Shape(-(-whole[0] // tensor_parallel), *whole[1:])

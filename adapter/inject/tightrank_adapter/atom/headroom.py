@@ -15,7 +15,7 @@ The ranks are those of a pipeline stage; ATOM takes the smallest block count ove
 import functools
 import inspect
 from importlib import import_module
-from typing import Any, Callable, NamedTuple, NoReturn, Optional, Sequence
+from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 from .. import fault, headroom, rank, sizing, wire
 from . import ranks
@@ -40,11 +40,12 @@ class _Sizing:
         self.runner, self.outside = runner, outside
         self.graph_bytes = 0
         self.entered = False
+        number = rank.number()
+        self.number: int = runner.rank if number is None else number
 
     def agree(self, own: Callable[[], int]) -> int:
         self.entered = True
-        number = rank.number()
-        return sizing.agree(own, self.runner.rank if number is None else number, _gather, WHERE)
+        return sizing.agree(own, self.number, _gather, WHERE, lambda: self.graph_bytes)
 
     def cut_bytes(self, reserved_bytes: int) -> int:
         """What is to come off the budget. Raises sizing.HeadroomError, on all ranks alike."""
@@ -120,9 +121,9 @@ def _surround_sizing(owner: Any, outside: bool) -> None:
         mine = _now = _Sizing(self, outside)
         try:
             answer = original(self, *args, **kwargs)
-        except Exception as error:
-            if not mine.entered:
-                mine.agree(functools.partial(_again, error))
+        except Exception:
+            if not mine.entered:  # no collective of ATOM's comes before ours
+                _gather(sizing.absent(mine.number))
             raise
         finally:
             _now = None
@@ -132,10 +133,6 @@ def _surround_sizing(owner: Any, outside: bool) -> None:
 
     sized.__tightrank__ = HOOK  # type: ignore[attr-defined]
     setattr(owner, SIZING, sized)
-
-
-def _again(error: Exception) -> NoReturn:
-    raise error
 
 
 def _gather(row: sizing.Row) -> Sequence[sizing.Row]:

@@ -86,7 +86,8 @@ def _sized(scheduler: Any, values: Dict[str, Any]) -> _Line:
     page = scheduler.page_size
     granule = lcm(values["granule"], page, scheduler.truncation_align_size or 1)
     size = scheduler.chunked_prefill_size
-    maximum = min(values["maximum"], size or 0) // granule * granule
+    observed = rank.settings().observes(HOOK)
+    maximum = (values["maximum"] if observed else min(values["maximum"], size or 0)) // granule * granule
     least = max(values["minimum"], granule)
     if maximum < least:
         raise fault.Missing("--chunked-prefill-size of at least %d (minimum %d, granule %d)"

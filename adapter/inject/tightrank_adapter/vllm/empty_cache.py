@@ -12,6 +12,11 @@ def install(module: Any) -> None:
         fault.wrap(owner, "execute_model", cache.HOOK, before=_is_prefill, after=_ended)
 
 
+def refuse(module: Any) -> None:
+    """Gets vllm.v1.worker.xpu_worker, whose allocator is another one. Raises fault.Missing."""
+    raise fault.Missing("a worker on CUDA, ROCm or the CPU", module.__name__)
+
+
 def _is_prefill(worker: Any, scheduler_output: Any) -> bool:
     return bool(steps.prefill_chunks(scheduler_output))
 

@@ -29,4 +29,14 @@ def _blocks(worker: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _install(owner: Any) -> None:
-    sizing.surround(owner, TARGET, lambda worker: int(worker.rank), lambda worker: sizing.alone)
+    sizing.surround(owner, TARGET, lambda worker: int(worker.rank), lambda worker: sizing.alone, _later)
+
+
+def _later(worker: Any) -> int:
+    """Graphs, which are captured when the KV cache is there; their estimate is off vLLM's number. Not set without profiling."""
+    return int(getattr(worker, "cudagraph_memory_estimate", 0))
+
+
+def refuse(module: Any) -> None:
+    """Gets vllm.v1.worker.xpu_worker, whose device's memory is not asked here. Raises fault.Missing."""
+    raise fault.Missing("a worker on CUDA, ROCm or the CPU", module.__name__)

@@ -141,14 +141,16 @@ def _step_made(budget: Any, output: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _rules(scheduler: Any, settings: Dict[str, Any]) -> chunk.Rules:
-    if not scheduler.scheduler_config.enable_chunked_prefill:
+    observed = rank.settings().observes(HOOK)
+    if not scheduler.scheduler_config.enable_chunked_prefill and not observed:
         raise fault.Missing("enable_chunked_prefill=True", "enable_chunked_prefill=False in %s" % ranks.release())
     most = scheduler.max_num_scheduled_tokens
     granule, block = lcm(settings["granule"], scheduler.block_size), 0
     if scheduler.need_mamba_block_aligned_split:
         block = scheduler.cache_config.block_size
         granule = lcm(granule, block)
-    rules = chunk.Rules(settings["minimum"], min(settings["maximum"], most), granule, settings.get("rule", "span"),
+    maximum = settings["maximum"] if observed else min(settings["maximum"], most)
+    rules = chunk.Rules(settings["minimum"], maximum, granule, settings.get("rule", "span"),
                         settings.get("step", "granule"), block)
     if rules.maximum < rules.least:
         raise fault.Missing(
