@@ -36,7 +36,8 @@ def make(tmp_path: Path, dense_model: str) -> Iterator[Make]:
 
     def build(engine: str, args: tuple[str, ...] | None = None, env: dict[str, str | None] | None = None,
               command: list[str] | None = None, **options: Any) -> Deployment:
-        options["settings"] = {"limits": {"drain": "30s", **options.get("settings", {}).get("limits", {})}}
+        settings = options.get("settings", {})
+        options["settings"] = {**settings, "limits": {"drain": "30s", **settings.get("limits", {})}}
         program = CACHE / "envs" / engine
         head, *rest = COMMANDS[engine]
         deployment = Deployment(
@@ -167,8 +168,14 @@ def test_a_fault_on_one_of_two_ranks_ends_the_generation(make: Make, tmp_path: P
 
 
 def test_two_ranks_are_seen_and_the_tightest_is_named(make: Make) -> None:
-    deployment = make("sglang", (*POOL["sglang"],), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, tensor_parallel=2)
+    """Balanced ranks: the engine's own number of tokens, 512 bytes a rank each, with the hook headroom in force."""
+    deployment = make("sglang", ("--mem-fraction-static", "0.05"), {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, tensor_parallel=2,
+                      settings={"hooks": ["ranks", "line", "headroom"]})
     worker = up(deployment, 1)
+    assert worker["headroom"]["bound"] == "engine"
+    assert {rank["facts"]["kv_tokens"] for rank in worker["ranks"] if rank["role"] == "scheduler"} == {
+        worker["headroom"]["available_bytes"] // 512}
+    assert {rank["own_bytes"] for rank in worker["headroom"]["ranks"]} == {worker["headroom"]["available_bytes"]}
     assert sorted(rank["tp_rank"] for rank in worker["ranks"] if rank["role"] == "scheduler") == [0, 1]
     assert deployment.status()["tightest_rank"]["available_bytes"] > 0
     time.sleep(0.1)

@@ -38,7 +38,7 @@ def serve(directory: Path, port: int, settings: wire.Settings | None, *python: s
 
 
 def settings(drill: dict[str, Any] | None = None, **more: Any) -> wire.Settings:
-    hooks = {"ranks": {}, "line": {**LINE, **more}, "empty-cache": {"when": "every-chunk", "mark_bytes": 0}}
+    hooks = {"ranks": {}, "line": {**LINE, **more}, "empty-cache": {"when": "every-chunk", "mark_bytes": 0}, "heads": {}}
     return wire.Settings("solo", 3, "vllm", hooks, drill)
 
 
@@ -119,7 +119,9 @@ def test_every_process_says_hello_with_its_hooks_in_force(steered: RawEngine, pr
     assert main.pid == steered.process.pid
     assert main.hooks == {}
     assert core.hooks == {"ranks": in_force, "line": in_force}
-    assert worker.hooks == {"ranks": in_force, "empty-cache": in_force}
+    assert worker.hooks == {"ranks": in_force, "empty-cache": in_force, "heads": {      # it says what it found, and vLLM serves
+        "state": wire.FAILED, "wanted": "vLLM's ROCm AITER MLA backend with FP8 prefill",
+        "found": "attention backend CPU_ATTN on device cpu"}}
     assert worker.facts["cache_releases"] > 0
     assert (worker.rank, worker.tp_rank, worker.pp_rank, worker.dp_rank) == (0, 0, 0, 0)
     assert {core.engine_version, worker.engine_version} == {"0.32.0"}

@@ -64,7 +64,8 @@ class Telemetry:
     def _hook(self, hook, last):
         if hook == self.options.hook_failed and last:
             return {"state": wire.FAILED, "wanted": "Scheduler.target of 0.0.0+fake", "found": "no such attribute"}
-        return {"state": wire.IN_FORCE, "wanted": "", "found": ""}
+        state = wire.OBSERVING if self.settings.observes(hook) else wire.IN_FORCE
+        return {"state": state, "wanted": "", "found": ""}
 
     def fact(self, name, value):
         self.said.facts[name] = value

@@ -125,6 +125,17 @@ def test_an_adapter_that_is_not_in_force_is_a_failure(make: Make, argument: tupl
     assert "wanted" in worker["diagnosis"]["summary"] and "found" in worker["diagnosis"]["summary"]
 
 
+def test_an_observed_hook_is_shown_as_such_and_the_worker_comes_up(make: Make) -> None:
+    hooks = {"hooks": ["ranks", "line", "empty-cache"], "observe": ["line", "empty-cache"]}
+    deployment = make(settings=hooks, engine="sglang", tensor_parallel=2, args=("--children", "2")).up()
+    worker = deployment.wait_phase("up")
+    states = {hook: state["state"] for rank in worker["ranks"] for hook, state in rank["hooks"].items()}
+    assert states == {"ranks": "in-force", "line": "observing", "empty-cache": "observing"}
+    assert worker["line"] is None and worker["context_tokens"] is None
+    assert "line=observing" in deployment.run("status").stdout
+    assert deployment.post("/admission", {"prompt_tokens": 10**6}).status_code == 200, "an observed line refuses nobody"
+
+
 def test_a_start_without_progress_is_ended(make: Make) -> None:
     deployment = make(args=("--load-seconds", "600"), settings={"limits": {"start_stall": "2s", "restarts": 0}}).up()
     assert deployment.wait_phase("failed")["diagnosis"]["cause"] == "start-stalled"

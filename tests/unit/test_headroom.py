@@ -41,8 +41,8 @@ def test_balanced_ranks_keep_the_engines_number() -> None:
 def test_the_sentence_has_all_terms_of_the_sum() -> None:
     assert headroom.sentence(ROWS, {"terms": {"prefill": 3 * GIB, "FP8 MLA workspace": 2 * GIB}, "guard_bytes": 2 * GIB}) == (
         "rank 1 is the tightest (rank 0 40960.0 MiB), with 7168.0 MiB to the KV cache: 12288.0 MiB free - 5120.0 MiB "
-        "headroom = 7168.0 MiB, under the engine's own 40960.0 MiB; headroom is prefill 3072.0 MiB + FP8 MLA workspace 2048.0 MiB, and of "
-        "the guard's 2048.0 MiB this rank's share where memory is the host's")
+        "headroom = 7168.0 MiB, under the engine's own 40960.0 MiB; headroom is prefill 3072.0 MiB + FP8 MLA workspace "
+        "2048.0 MiB, and of the guard's 2048.0 MiB this rank's share where memory is the host's")
     assert "the engine's own 40960.0 MiB, under 61440.0 MiB free" in headroom.sentence(ROWS[:1], {})
     assert headroom.sentence(ROWS[1:], {"ranks": 2}).startswith("rank 1 can give 7168.0 MiB to the KV cache: 12288.0 MiB free")
     observed = headroom.sentence(ROWS, {"observe": True})

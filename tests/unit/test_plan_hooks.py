@@ -192,4 +192,4 @@ def test_a_hook_that_an_engine_has_no_use_for_is_refused(plan: Plan, engine: str
             plan(f"hooks: [ranks, {hook}]", engine)
         assert caught.value.cause == "hook-unavailable" and hook in str(caught.value)
         # MLA's FP8 kernels on ROCm are called by vLLM with padded heads; the other two have kernels of their own
-        proves(engine, "*", hook, by="not needed" if hook == "heads" else "refused (nothing to steer it by)")
+        proves(engine, "*", hook, by="not needed" if hook == "heads" else "refused (no hook point in its releases)")
