@@ -83,7 +83,7 @@ def test_a_pool_sized_for_the_tightest_of_real_ranks(make: Make) -> None:
 
 @pytest.mark.parametrize(("reserve", "change"), [
     ("0.08", "--max-num-seqs 95 at most (now 256)"),
-    ("0.15", "lower --max-num-seqs, or headroom.reserve, or free memory on rank 1; a larger share")])
+    ("0.15", "--max-num-seqs 47 at most (now 256), or lower headroom.reserve, or free memory on rank 1; a larger share")])
 def test_a_request_cache_that_cannot_fit_is_final_and_names_the_flag(make: Make, reserve: str, change: str) -> None:
     """1000 MiB are the heavy rank's own; 2000 are free on it. ATOM's own advice, a higher utilization, is never passed on
     where the headroom was the bound."""
