@@ -184,3 +184,38 @@ def test_a_budget_is_taken_out_of_a_control_request(monkeypatch: pytest.MonkeyPa
         assert (answer.updated, rules.budget) == (updated, budget)
     assert not scheduler.set_internal_state(SimpleNamespace(server_args={wire.BUDGET_KEY: 9, "other": 1})).updated
     assert rules.budget == 5_000
+
+
+# Functions of ours that run while batches are built, and what they call.
+RUNNING = ("_prefix", "_extend", "_taken", "_steered", "_decide", "_lower", "_before_chunk", "_after_chunk", "_account",
+           "_least_chunk", "_after_request")
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_whichever_of_our_functions_raises_the_batches_stay_small_or_the_hook_fails(
+        monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Law 7: the least chunk in place of the line's, never the static size; where even that cannot be had, the supervisor is
+    told that the hook is not in force. Prompts end in any case, and the engine's own calls are made once each."""
+    states: list[str] = []
+    monkeypatch.setattr(rank, "hook", lambda hook, state, *args: states.append(state))
+
+    def raising(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError(name)
+
+    monkeypatch.setattr(line, name, raising)
+    engine = Engine(monkeypatch, held(1_500_000))
+    waiting, chunks = [Request(9_000, 6_000), Request(7_000, 3_000)], []
+    for _ in range(400):
+        batch = engine.step(waiting)
+        chunks += batch
+        if not batch:
+            break
+    assert sum(new for _, new in chunks) == 3_000 + 4_000, "both prompts ended"
+    over = [(prefix, new) for prefix, new in chunks if new * (prefix + new) > 1_500_000 and new > 64]
+    assert not over or wire.FAILED in states, over
+
+
+def test_a_request_of_another_form_gets_the_least_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, held(1_500_000))
+    monkeypatch.setattr(line, "_prefix", lambda req: 1 // 0)
+    assert engine.step([Request(9_000, 6_000)]) == [[6_000, 64]]

@@ -45,6 +45,9 @@ if more.get("without"):
     delattr(Scheduler, "_reserve_prefill_lookahead")
 if more.get("renamed"):
     Scheduler._reserve_prefill_lookahead = lambda self, request, tokens: tokens
+for name in more.get("raises", []):
+    owner, _, function = name.rpartition(".")
+    setattr(getattr(line, owner) if owner else line, function, lambda *args, **kwargs: 1 // 0)
 line.install(Bag(SchedulerConfig=Config))
 scheduler = Config().get_scheduler_cls()()
 rank.hello("engine-core")
@@ -153,6 +156,29 @@ def test_observed_it_lowers_nothing_and_the_step_knows_the_budget(tmp_path: Path
     hello, answer = drive(tmp_path, values={wire.OBSERVE: True}, rows=[(5000, 5000, 1024, 1024), (5000, 5000, 4096, 904)])
     assert answer["output"]["granted"] == [1024, 904] and answer["output"]["tightrank_budget"] == LINE["budget"]
     assert hello.hooks["line"]["state"] == wire.OBSERVING
+
+
+ROWS = [(100, 120, 119, 1), (5000, 5000, 1024, 1024), (5000, 5000, 1024, 1024), (5000, 5000, 4999, 1)]
+
+
+@pytest.mark.parametrize(("raises", "granted", "state"), [
+    (["Steering.decide"], [1, 128, 0, 1], wire.DEGRADED),
+    (["chunk.grant"], [1, 128, 0, 1], wire.DEGRADED),
+    (["Steering.least"], None, wire.IN_FORCE),
+    (["Steering.begin"], None, wire.IN_FORCE), (["_step_begins"], None, wire.IN_FORCE), (["_step_made"], None, wire.IN_FORCE),
+    (["_step_is_bare"], None, wire.IN_FORCE),
+    (["Steering.begin", "_step_is_bare"], None, wire.FAILED),
+    (["Steering.decide", "Steering.least"], [1, 1024, 1024, 1], wire.FAILED),
+    (["_steer"], [1, 1024, 1024, 1], wire.FAILED), (["_rules"], [1, 1024, 1024, 1], wire.FAILED),
+    (["_make_class"], [1, 1024, 1024, 1], wire.FAILED), (["_lowered"], [1, 1024, 1024, 1], wire.FAILED)])
+def test_whichever_of_our_functions_raises_the_engine_goes_on(tmp_path: Path, raises: list[str], granted: list[int] | None,
+                                                              state: str) -> None:
+    """Law 7. None: what is granted where nothing raises. What leaves the engine unsteered is a hook that is not in force."""
+    hello, answer = drive(tmp_path, raises=raises, rows=ROWS)
+    (tmp_path / "usual").mkdir()
+    usual = drive(tmp_path / "usual", rows=ROWS)[1]["output"]["granted"]
+    assert answer["output"]["granted"] == (usual if granted is None else granted)
+    assert hello.hooks["line"]["state"] == state, hello.hooks
 
 
 def test_a_worker_says_which_device_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:

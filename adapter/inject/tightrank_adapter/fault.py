@@ -94,7 +94,8 @@ def wrap(owner: Any, name: str, hook: str, *, before: Optional[Callable[..., Any
 
     before(*args, **kwargs) -> token; an Answer answers in the engine's place.
     after(token, result, *args, **kwargs); an Answer replaces the result. Not called when the engine raised or there is
-    no token because `before` failed. fallback(*args, **kwargs) -> token stands in for a `before` that failed or is off.
+    no token because `before` failed. fallback(*args, **kwargs) -> token stands in for a `before` that failed or is off; where
+    it fails too the hook is FAILED, which ends the worker.
     """
     original = require(owner, name)
     where = "%s.%s" % (getattr(owner, "__name__", owner), name)
@@ -110,6 +111,8 @@ def wrap(owner: Any, name: str, hook: str, *, before: Optional[Callable[..., Any
                 report(hook, where, error, replicated)
         if token is _NOTHING and fallback is not None:
             token = tried(hook, where, fallback, _NOTHING, replicated, *args, **kwargs)
+            if token is _NOTHING:  # not even the safe answer: the engine does as it likes, and the supervisor must end it
+                rank.hook(hook, wire.FAILED, "%s or its safe answer" % where, "both raise")
         if type(token) is Answer:
             return token.value
         result = original(*args, **kwargs)

@@ -155,8 +155,11 @@ def _before_chunk(adder: Any, req: Any) -> Optional[_Lowered]:
 
 
 def _least_chunk(adder: Any, req: Any) -> Optional[_Lowered]:
+    """The answer when `_before_chunk` fails: the least chunk, whatever was wrong with the request."""
     held = _steered(adder)
-    return _lower(held, adder, _prefix(req), held.least) if held is not None else None
+    if held is None:
+        return None
+    return _lower(held, adder, fault.tried(HOOK, "_prefix", _prefix, 0, True, req), held.least)
 
 
 def _after_chunk(token: Optional[_Lowered], unfinished: Any, adder: Any, req: Any) -> None:

@@ -49,7 +49,11 @@ class Steering:
             rank.fact("line_budget", budget)
 
     def grant(self, request: Any, prefix: int, offered: int) -> int:
-        """The answer when `decide` fails: the minimum to the first prompt of a step, never what the engine offers."""
+        """New tokens for `request`: what `decide` answers, or `least` where that fails. The body is for where both do."""
+        return offered
+
+    def least(self, request: Any, prefix: int, offered: int) -> int:
+        """The minimum to the first prompt of a step and nothing to the others, never what the engine offers."""
         if self.rows and offered > self.decode_rows:
             return 0
         tokens = min(offered, self.rules.least)
@@ -72,7 +76,8 @@ class Steering:
 
 def install(module: Any) -> None:
     """Gets vllm.config.scheduler."""
-    fault.wrap(Steering, "grant", HOOK, before=lambda self, *args: fault.Answer(self.decide(*args)))
+    fault.wrap(Steering, "grant", HOOK, before=lambda self, *args: fault.Answer(self.decide(*args)),
+               fallback=lambda self, *args: fault.Answer(self.least(*args)))
     fault.wrap(fault.require(module, "SchedulerConfig", ranks.release()), "get_scheduler_cls", HOOK, after=_steer_class)
 
 
