@@ -7,7 +7,6 @@ The supervisor loads this file by path.
 """
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-DEFAULT_FRACTION = 0.08  # of the rank's memory; of the published change
 FAILED = -1
 
 

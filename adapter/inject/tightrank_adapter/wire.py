@@ -33,7 +33,6 @@ HOOK_ROLES: Dict[str, Dict[str, Tuple[str, ...]]] = {
 
 WANTED, IN_FORCE, OBSERVING, SKIPPED, FAILED = "wanted", "in-force", "observing", "skipped", "failed"
 DEGRADED = "degraded"          # after faults of ours: it answers its fallback, or nothing, from here on
-HOLDS = (IN_FORCE, OBSERVING)  # as asked for
 OBSERVE = "observe"            # among the values of a hook: it computes and records, and changes nothing
 
 
