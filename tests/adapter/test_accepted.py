@@ -37,7 +37,16 @@ def test_an_accepted_request_moves_or_waits_for_others_and_keeps_the_line(case: 
     least = -(-minimum // case["granule"]) * case["granule"]
     assert under or (case["alone"] and tokens <= least), "over the line only alone, and then with the least"
     if not case["alone"] and tokens < remaining:
-        assert tokens >= minimum and tokens % case["granule"] == 0, "no sliver but the end of a prompt"
+        own = tokens == case["limit"] >= case["granule"]       # the engine's, which keeps under the line
+        assert tokens >= minimum and (own or tokens % case["granule"] == 0), "no sliver but the end of a prompt"
+
+
+def test_a_chunk_of_the_engines_own_that_keeps_under_the_line_is_left_as_it_is() -> None:
+    """Rounded down to granules of 128 beside four decode rows, vLLM's 508 became 384: 3 to 6 % fewer tokens a second."""
+    keywords: dict[str, Any] = {"minimum": 64, "maximum": 512, "granule": 128, "alone": True}
+    assert line.accepted_chunk_tokens(1 << 40, 0, 1500, 0, 0, limit=508, **keywords) == 508
+    assert line.accepted_chunk_tokens(1 << 40, 0, 1500, 0, 0, limit=100, **keywords) == 64 + 36, "under a granule: as before"
+    assert line.accepted_chunk_tokens(507 * 508, 0, 1500, 0, 0, limit=508, **keywords) == 384, "over the line: in granules"
 
 
 def test_the_schedule_is_kept_to_the_end_of_a_prompt() -> None:

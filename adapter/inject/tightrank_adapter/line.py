@@ -97,12 +97,15 @@ def accepted_chunk_tokens(budget: int, prefix: int, remaining: int, rows: int, w
 
     `remaining` tokens of its prompt are still to be done and the engine itself allows `limit` of them in this step.
     0 leaves it out of the step, where others are; `alone` (no other prompt in the batch) gets at least `minimum`, over
-    the line or not, or it would wait for ever. The end of a prompt is what it is; no other chunk is under `minimum`.
+    the line or not, or it would wait for ever. The end of a prompt is what it is, and so is a chunk of the engine's own that
+    keeps under the line; no other chunk is under `minimum`.
     Checks nothing: it runs in every step of an engine, with settings that `chunk_tokens` has accepted at the start.
     """
     fitting = _fitting(budget, prefix, rows, width, minimum, maximum, granule, rule, step)
     if remaining <= min(fitting, limit):
         return remaining
+    if step == "granule" and max(minimum, granule) <= limit <= maximum and fits(budget, prefix, limit, rows, width, rule=rule):
+        return limit
     tokens = min(fitting, limit // granule * granule)
     if tokens >= minimum:
         return tokens

@@ -32,6 +32,8 @@ def grant(rules: Rules, batch: Batch, prefix: int, offered: int, remaining: int)
     if rules.block and prefix % rules.block:  # on its way to the next boundary: as it is or not at all
         fits = line.fits(budget, prefix, offered, rows, width, rule=rules.rule)
         return offered if fits or not rows else 0
+    if rules.block and offered < remaining:  # and what is not the end of a prompt ends on a boundary, whatever was offered
+        offered = offered // rules.block * rules.block or offered
     return line.accepted_chunk_tokens(
         budget, prefix, remaining, rows, width, alone=not rows, limit=offered,
         minimum=rules.minimum, maximum=rules.maximum, granule=rules.granule, rule=rules.rule, step=rules.step)
