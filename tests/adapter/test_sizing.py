@@ -35,10 +35,11 @@ def gather(number):
     return call
 
 class Engine:
-    def __init__(self, number): self.number = number
+    def __init__(self, number):
+        if not more.get("lost"): self.number = number
     def budget(self, extra=0):
-        if more.get("raises") == self.number: raise MemoryError("weights leave nothing")
-        return more.get("own", [8 * 2**30, 8 * 2**30])[self.number]
+        if more.get("raises") == local.number: raise MemoryError("weights leave nothing")
+        return more.get("own", [8 * 2**30, 8 * 2**30])[local.number]
 
 if more.get("broken"):
     owner, _, name = more["broken"].rpartition(".")
@@ -70,7 +71,7 @@ def drive(directory: Path, values: dict[str, Any] | None = None, drill: dict[str
                           capture_output=True, timeout=60, check=False, env={"PYTHONPATH": str(INJECT)})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["entered"] == ([1] if more.get("raises") == 0 else [0, 1])
+    assert found["entered"] == ([] if more.get("lost") else [1] if more.get("raises") == 0 else [0, 1])
     [path] = directory.glob("hello-*.json")
     return found["answers"], wire.read_json(str(path), wire.Hello)
 
@@ -134,6 +135,14 @@ def test_observed_a_gather_that_breaks_changes_nothing(tmp_path: Path) -> None:
     answers, hello = drive(tmp_path, {"observe": True}, raises=0)
     assert answers == ["MemoryError: weights leave nothing", 8 * GIB]
     assert not any(fault["replicated"] for fault in hello.facts["faults"])
+
+
+@pytest.mark.parametrize("observe", [True, False])
+def test_a_rank_that_cannot_tell_its_place(tmp_path: Path, observe: bool) -> None:
+    """What it asks the engine's object for has another name. Observed, the engine's own number stands."""
+    answers, hello = drive(tmp_path, {"observe": True} if observe else {}, lost=True)
+    assert "AttributeError" in hello.facts["faults"][0]["error"]
+    assert answers == [8 * GIB, 8 * GIB] if observe else all("it cannot tell its place" in answer for answer in answers)
 
 
 def test_a_rank_that_has_no_number_ends_the_others(tmp_path: Path) -> None:

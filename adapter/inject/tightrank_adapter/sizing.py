@@ -98,11 +98,12 @@ def surround(owner: Any, name: str, number: Callable[[Any], int], gather: Callab
     where = "%s.%s" % (owner.__name__, name)
 
     def sized(self: Any, *args: Any, **kwargs: Any) -> int:
-        place = fault.tried(HOOK, where, lambda: (number(self), gather(self), refusal(self)), None, True)
-        if place is None:
+        observes = rank.settings().observes(HOOK)
+        place = fault.tried(HOOK, where, lambda: (number(self), gather(self), refusal(self)), None, not observes)
+        if place is None and not observes:
             raise HeadroomError("tightrank: hook headroom failed on rank %s: it cannot tell its place" % rank.number())
-        if place[2]:
-            rank.hook(HOOK, wire.FAILED, where, place[2])
+        if place is None or place[2]:
+            rank.hook(HOOK, wire.FAILED, where, place[2] if place else "it cannot tell its place")
             return int(original(self, *args, **kwargs))
         return agree(lambda: original(self, *args, **kwargs), place[0], place[1], where, lambda: later(self))
 

@@ -63,7 +63,7 @@ def _line(spec: WorkerSpec) -> Iterator[tuple[str, str]]:
     line = spec.line
     yield "line", (f"budget {line.budget:,} token², never under {line.floor_budget:,}; rule {line.rule}, chunks "
                    f"{line.minimum} to {line.maximum} in steps of {line.step} {line.granule}")
-    yield "longest request", "the engine's own" if spec.context_tokens is None else f"{spec.context_tokens:,} tokens"
+    yield "longest request", f"{spec.context_tokens:,} tokens"
 
 
 def _schedule(spec: WorkerSpec) -> str:

@@ -37,7 +37,7 @@ def _worker(worker: Json, colour: bool, now: float) -> list[str]:
     if worker["line"]:
         line = worker["line"]
         lines.append(f"  line  {worker['line_budget']:.3g} token², chunks {line['minimum']} to {line['maximum']} by "
-                     f"{line['granule']}, longest request {_tokens(worker['context_tokens'])}, "
+                     f"{line['granule']}, longest request {worker['context_tokens']} tokens, "
                      f"{worker['over_line_steps']} steps over the line")
     if worker.get("headroom"):
         lines.append(f"  headroom  {worker['headroom']['sentence']}")
@@ -47,10 +47,6 @@ def _worker(worker: Json, colour: bool, now: float) -> list[str]:
     elif worker["reason"]:
         lines.append(f"  {worker['reason']}")
     return lines
-
-
-def _tokens(count: int | None) -> str:
-    return "as the engine decides" if count is None else f"{count} tokens"
 
 
 def _rank(rank: Json) -> str:

@@ -119,14 +119,14 @@ def _surround_sizing(owner: Any, outside: bool) -> None:
     def sized(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _now
         mine = _now = _Sizing(self, outside)
+        raised = True
         try:
             answer = original(self, *args, **kwargs)
-        except Exception:
-            if not mine.entered:  # no collective of ATOM's comes before ours
-                _gather(sizing.absent(mine.number))
-            raise
+            raised = False
         finally:
             _now = None
+            if raised and not mine.entered:  # no collective of ATOM's comes before ours
+                fault.tried(HOOK, WHERE, _gather, None, False, sizing.absent(mine.number))
         if not mine.entered:
             rank.hook(HOOK, wire.FAILED, "%s asking %s" % (WHERE, RESERVE), "it did not in %s" % type(self).__qualname__)
         return answer
