@@ -103,7 +103,10 @@ def expected(prompt: int, cached: int = 0, budget: int = BUDGET) -> list[list[in
     found, prefix = [], cached
     while prefix < prompt:
         left = prompt - prefix
-        new = min(line.chunk_tokens(budget, prefix, minimum=MINIMUM, maximum=MAXIMUM, granule=128), left)
+        new = line.chunk_tokens(budget, prefix, minimum=MINIMUM, maximum=MAXIMUM, granule=128)
+        if left <= MAXIMUM and line.fits(budget, prefix, left):   # the end of a prompt is not cut in two to be whole granules
+            new = left
+        new = min(new, left)
         found.append([prefix, new])
         prefix += new
     return found
