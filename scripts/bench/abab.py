@@ -1,8 +1,9 @@
 """Tokens per second of a real engine on the CPU with the adapter and without, by turns. Used by scripts/bench/adapter.
 
-Two servers of one engine run side by side, one of them with all hooks that apply. The same requests go to one, then to the
-other, and so on (A-B-B-A, so that a drift hits both alike); each pair of turns gives a ratio. Processes that do the same
-differ by a percent or so in where their memory lies, so both are started anew several times.
+Three servers of one engine run side by side, one of them with all hooks that apply. The same requests go to one after the
+other, in every order by turns, so that a drift hits all alike; each round gives a ratio. Processes that do the same differ by
+a percent or two in where their memory lies (measured here: the third server is a second one without the adapter, and its ratio
+to the first is the noise of the measure), so all are started anew several times.
 """
 import http.client
 import json
@@ -14,8 +15,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from pathlib import Path
 from statistics import mean, median
 
@@ -69,17 +72,16 @@ class Server:
         wire.write_settings(str(self.directory), wire.Settings("bench", 1, self.engine, HOOKS))
         self.control = pages.ControlWriter(str(self.directory))
         self.control.publish(LINE["budget"])
-        self.records = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self.records = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         descriptor = os.open(self.directory, os.O_PATH)
         self.records.bind(wire.socket_address(str(self.directory), descriptor))
         os.close(descriptor)
+        threading.Thread(target=self.drain, daemon=True).start()
 
     def drain(self):
-        while self.adapted:
-            try:
-                self.records.recv(65536)
-            except BlockingIOError:
-                return
+        """As the daemon does: a socket that nobody reads is full after ten records."""
+        while True:
+            self.records.recv(65536)
 
     def ask(self, connection, number):
         ids = [(place * 7 + number * 13) % 250 + 3 for place in range(PROMPT)]
@@ -106,7 +108,6 @@ class Server:
         with ThreadPoolExecutor(CLIENTS) as pool:
             list(pool.map(client, range(CLIENTS)))
         seconds = time.perf_counter() - started
-        self.drain()
         return requests * (PROMPT + ANSWER) / seconds
 
     def ready(self):
@@ -136,34 +137,39 @@ class Server:
         self.process.wait()
 
 
-def pairs(engine, turns, requests):
-    """[(with, without)] tokens per second, of `turns` pairs of turns of two freshly started servers."""
+NAMES = ("with", "without", "again")     # the hooks; none; none once more, for the noise
+
+
+def rounds(engine, turns, requests):
+    """[{name: tokens per second}], of `turns` rounds over three freshly started servers."""
     folder = tempfile.mkdtemp(prefix="tightrank-bench-")
-    servers = [Server(engine, f"{folder}/{name}", name == "with") for name in ("with", "without")]
+    servers = {name: Server(engine, f"{folder}/{name}", name == "with") for name in NAMES}
     try:
-        for server in servers:
+        for server in servers.values():
             server.ready()
             server.turn(2 * CLIENTS)
-        servers[0].in_force()
-        found = []
-        for number in range(turns):
-            order = servers if number % 2 == 0 else servers[::-1]
-            rates = {server.adapted: server.turn(requests) for server in order}
-            found.append((rates[True], rates[False]))
-        return found
+        servers["with"].in_force()
+        orders = list(permutations(NAMES))
+        return [{name: servers[name].turn(requests) for name in orders[number % len(orders)]} for number in range(turns)]
     finally:
-        for server in servers:
+        for server in servers.values():
             server.stop()
         shutil.rmtree(folder)
 
 
-def compare(engine, starts, turns, requests):
-    """The medians, the median ratio, and its 95 % interval by the bootstrap over starts and turns."""
-    runs = [pairs(engine, turns, requests) for _ in range(starts)]
-    ratios = [[on / off for on, off in run] for run in runs]
+def ratio(runs, of):
+    """The mean over the starts of the median over the rounds of of(round), and its 95 % interval: bootstrap over both."""
+    ratios = [[of(rates) for rates in run] for run in runs]
     rng = random.Random(1)
     drawn = sorted(mean(median(rng.choices(run, k=len(run))) for run in rng.choices(ratios, k=len(ratios)))
                    for _ in range(4000))
-    return {"with": median(on for run in runs for on, _ in run), "without": median(off for run in runs for _, off in run),
-            "ratio": mean(median(run) for run in ratios), "low": drawn[100], "high": drawn[-101],
-            "ratios": [median(run) for run in ratios]}
+    return {"ratio": mean(median(run) for run in ratios), "low": drawn[100], "high": drawn[-101],
+            "starts": [median(run) for run in ratios]}
+
+
+def compare(engine, starts, turns, requests):
+    """Medians in tokens per second; the ratio of the hooks to none; the ratio of none to none."""
+    runs = [rounds(engine, turns, requests) for _ in range(starts)]
+    return {**{name: median(rates[name] for run in runs for rates in run) for name in NAMES},
+            "adapter": ratio(runs, lambda rates: 2 * rates["with"] / (rates["without"] + rates["again"])),
+            "noise": ratio(runs, lambda rates: rates["again"] / rates["without"])}

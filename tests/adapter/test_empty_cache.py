@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from helpers import INJECT
-from tightrank_adapter import wire
+from tightrank_adapter import cache, memory, wire
 
 # A stand-in for a scheduler with overlap and for torch.cuda's allocator: what a chunk held stays in the cache until it is
 # emptied. The order of events is what counts.
@@ -126,6 +126,15 @@ def test_a_part_of_ours_that_raises_changes_nothing_for_the_engine(tmp_path: Pat
                          drill={"where": where})
     assert found["results"] == [0, 1, 2, 3] and "emptied" not in found["events"]
     assert {fault["hook"] for fault in hello.facts["faults"]} == {"empty-cache"}
+
+
+@pytest.mark.parametrize(("free", "shared", "seconds"), [
+    (90 * GIB, True, 1.0), (5 * GIB, True, 0.5), (4 * GIB + (1 << 20), True, 0.05),
+    (90 * GIB, False, 0.05)])                                   # a device: one launch may take all that it has
+def test_it_looks_again_before_half_of_what_is_spare_can_be_filled(
+        monkeypatch: pytest.MonkeyPatch, free: int, shared: bool, seconds: float) -> None:
+    monkeypatch.setattr(cache, "FILL_BYTES_PER_SECOND", GIB)
+    assert cache._calm_seconds(memory.Memory(free, 100 * GIB, shared), 4 * GIB) == pytest.approx(seconds)
 
 
 # On a CPU the cache is the heap of the C library: blocks under its mmap threshold that were freed stay in it.

@@ -6,6 +6,7 @@ releasing that waits for the device to be done with the chunk (cudaFree), so the
 without them. Overlap scheduling changes nothing in that, and without pressure there is no wait.
 """
 import ctypes
+import os
 import time
 from typing import Any
 
@@ -14,6 +15,8 @@ from . import memory, rank, wire
 HOOK = "empty-cache"
 WORTH_BYTES = 64 << 20  # less than this in the allocator's cache is not worth the wait
 CALM_SECONDS = 0.05     # between two looks at what is available, while there is enough: a look takes 0.1 ms (cgroups v1)
+LONGEST_CALM_SECONDS = 1.0
+FILL_BYTES_PER_SECOND = 2150 * 2**20 * (os.cpu_count() or 1)    # a host's memory fills no faster (MAP_POPULATE on each core)
 _releases = 0
 _calm_until = 0.0
 _kept_bytes = 0  # in the allocator's cache after the last release: parts of blocks in use, pools of graphs
@@ -49,9 +52,16 @@ def _pressed(mark_bytes: int) -> bool:
     now = time.monotonic()
     if now < _calm_until:
         return False
-    pressed = memory.available().free_bytes < mark_bytes
-    _calm_until = 0.0 if pressed else now + CALM_SECONDS
+    found = memory.available()
+    pressed = found.free_bytes < mark_bytes
+    _calm_until = 0.0 if pressed else now + _calm_seconds(found, mark_bytes)
     return pressed
+
+
+def _calm_seconds(found: memory.Memory, mark_bytes: int) -> float:
+    """A host is not looked at before half of what it has above the mark can be filled; a device fills at once."""
+    fill_seconds = (found.free_bytes - mark_bytes) / FILL_BYTES_PER_SECOND / 2 if found.shared else 0.0
+    return min(max(CALM_SECONDS, fill_seconds), LONGEST_CALM_SECONDS)
 
 
 def _idle_bytes(cuda: Any) -> int:
