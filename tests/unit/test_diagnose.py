@@ -47,9 +47,9 @@ SIZING = [
     ("vllm", "ValueError: Available memory on node 0 (7.0/14.0 GiB) on startup is less than desired CPU memory utilization "
      "(0.92, 12.9 GiB). On the CPU backend", "host-memory-too-small", "--gpu-memory-utilization 0.49", {}),
     ("vllm", "RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please try",
-     "graph-capture-out-of-memory", "lower --max-num-seqs (now 1024)", {"requests": 1024}),
+     "graph-capture-out-of-memory", "--max-num-seqs 512 (now 1024)", {"requests": 1024}),
     ("vllm", "  Value error, Total number of attention heads (12) must be divisible by tensor parallel size (8). [type=value",
-     "tensor-parallel-invalid", "a divisor of 12", {"heads": 12, "tensor_parallel": 8}),
+     "tensor-parallel-invalid", "tensor_parallel: 1, 2, 3, 4, 6 or 12 (a divisor of 12)", {"heads": 12, "tensor_parallel": 8}),
     ("vllm", "ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your Tesla T4 GPU has",
      "dtype-unsupported", "--dtype half", {}),
     ("sglang", "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value: "
@@ -67,13 +67,13 @@ SIZING = [
     ("sglang", "RuntimeError: Hybrid (mamba/linear-attention) state cache is too small to serve any requests. max_mamba",
      "state-cache-too-small", "--max-running-requests", {}),
     ("sglang", "ValueError: Not enough host memory available. Requesting 40.00 GB but only have 34.87 GB free. Please",
-     "host-memory-too-small", "--hicache-size (GB, for each rank) under 34.87", {"wanted_bytes": 40e9}),
+     "host-memory-too-small", "--hicache-size 34 at most (GB, for each rank)", {"wanted_bytes": 40e9}),
     ("sglang", "Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 2.00 GiB.",
      "graph-capture-out-of-memory", "lower --mem-fraction-static", {}),
     ("sglang", "AssertionError: Memory pool size is too small", "kv-pool-too-small", "--mem-fraction-static", {}),
     ("sglang", "launch_server.py: error: unrecognized arguments: --mem-fracton", "arguments-invalid", "args", {}),
     ("vllm", "vllm serve: error: argument --port: invalid int value: 'x'", "arguments-invalid", "args", {}),
-    ("vllm", "  Value error, Invalid repository ID or local directory specified: 'models/none'", "model-unreadable",
+    ("vllm", "  Value error, Invalid repository ID or local directory specified: 'models/none'", "model-not-found",
      "config.json", {}),
     ("sglang", "RuntimeError: Cannot find any model weights with `models/tiny`", "model-unreadable", "safetensors", {}),
     ("atom", REQUESTS.format("5.00") + " Only 9.10GB is physically free on the GPU (other processes may be holding memory); "
@@ -205,7 +205,10 @@ def test_a_graph_capture_is_named_although_the_raw_exception_comes_first() -> No
 
 def test_graph_capture_without_memory_in_it_is_another_cause() -> None:
     found = diagnose("sglang", lines("Exception: Capture cuda graph failed: [gloo] Connection closed by peer"), ended(-9))
-    assert found.cause == "engine-error" and "Connection closed by peer" in found.summary
+    assert found.cause == "rank-died" and "Connection closed by peer" in found.summary
+    other = diagnose("sglang", lines("Exception: Capture cuda graph failed: operation not permitted when stream is capturing"),
+                     ended(-9))
+    assert other.cause == "graph-capture-failed" and "stream is capturing" in other.summary
 
 
 def test_weights_that_do_not_fit() -> None:
@@ -325,7 +328,7 @@ def test_a_model_with_code_of_its_own() -> None:
 def test_a_watchdog_counts_only_when_it_ends_the_engine() -> None:
     text = SG + "Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft={})"
     hung = diagnose("sglang", lines(text.format("False")), ended(-9, starting=False))
-    assert hung.cause == "engine-error" and hung.numbers == {"watchdog_seconds": 300}
+    assert hung.cause == "engine-watchdog" and hung.numbers == {"watchdog_seconds": 300}
     assert diagnose("sglang", lines(text.format("True")), ended(-9, starting=False)).cause == "engine-exited"
 
 
