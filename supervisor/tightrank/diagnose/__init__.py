@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -70,6 +70,7 @@ class _Hit:
     signature: Signature
     match: re.Match[str]
     sure: bool = True              # False: of the kernel's log, and the process is known by its name alone
+    raised: bool = False
 
 
 def deciding_line(engine: str, line: Line) -> Diagnosis | None:
@@ -82,7 +83,7 @@ def diagnose(engine: str, lines: Sequence[Line], exit_info: ExitInfo) -> Diagnos
     """Why the engine ended. Always an answer: how the process ended (or `unknown`) when nothing printed says why."""
     kept = lines if exit_info.starting else _latest(lines)
     hits = [hit for position, line in enumerate(kept) if (hit := _hit(engine, position, line, exit_info))]
-    best = min(hits, key=lambda hit: (hit.signature.rank, hit.position), default=None)
+    best = _best(hits)
     if best is not None and best.signature.rank == Rank.ROOT:
         return _verdict(best, kept)
     if exit_info.oom_killed:
@@ -93,9 +94,24 @@ def diagnose(engine: str, lines: Sequence[Line], exit_info: ExitInfo) -> Diagnos
     if raised is not None:
         known = next((hit for hit in hits if hit.position == raised and hit.signature.rank == Rank.DOUBTFUL), None)
         return _verdict(known, kept) if known else _quoted(kept[raised])
+    best = _lasting(hits, kept)
     if _memory_gone(exit_info, best):
         return _memory_killed(exit_info, kept)
     return _verdict(best, kept) if best is not None else _by_exit(exit_info, kept)
+
+
+def _best(hits: Iterable[_Hit]) -> _Hit | None:
+    return min(hits, key=lambda hit: (hit.signature.rank, hit.position), default=None)
+
+
+def _lasting(hits: Sequence[_Hit], lines: Sequence[Line]) -> _Hit | None:
+    """The best without what was raised and survived: the engine went on behind it."""
+    worked = _last_at_work(lines) if hits else -1
+    return _best(hit for hit in hits if not (hit.raised and hit.signature.rank == Rank.DOUBTFUL and hit.position < worked))
+
+
+def _last_at_work(lines: Sequence[Line]) -> int:
+    return max((position for position, line in enumerate(lines) if goes_on(line)), default=-1)
 
 
 def notable(engine: str, line: Line) -> bool:
@@ -112,7 +128,7 @@ def _hit(engine: str, position: int, line: Line, exit_info: ExitInfo) -> _Hit | 
     for signature in table.signatures:
         if (exit_info.starting or not signature.start_only) and (match := _match(signature, message, kernel)):
             ours = _ours(match, exit_info) if kernel else 1
-            return _Hit(position, signature, match, ours > 0) if ours >= 0 else None
+            return _Hit(position, signature, match, ours > 0, message.error != "") if ours >= 0 else None
     return None
 
 
@@ -180,13 +196,17 @@ def _latest(lines: Sequence[Line]) -> Sequence[Line]:
 def _first_exception(engine: str, lines: Sequence[Line], hits: Sequence[_Hit], exit_info: ExitInfo) -> int | None:
     """Where the exception stands that is behind a general report of failure, up to the line that reports a process dead.
 
-    A serving engine also logs the exceptions of requests: there only what follows its own fatal marker counts. Of a log
-    whose end is not known, one counts only where the engine did not go on.
+    A serving engine also logs the exceptions of requests: there only what follows its own fatal marker counts. Whom a signal
+    ended, or nobody knows to have ended, it counts only where the engine did not go on.
     """
     marker = next((hit.position for hit in hits if hit.signature.rank == Rank.CONSEQUENCE), None)
     last = next((hit.position for hit in hits if hit.signature.rank == Rank.VAGUE), len(lines))
-    first = marker if marker is not None else max(last - TRACEBACK_LINES, 0) if exit_info.starting else None
-    if first is None or (marker is None and not exit_info.ended and any(map(goes_on, lines[first:]))):
+    if marker is not None:
+        first = marker
+    elif exit_info.starting:
+        by_itself = exit_info.ended and (exit_info.code is None or exit_info.code >= 0)
+        first = max(last - TRACEBACK_LINES, 0 if by_itself else _last_at_work(lines) + 1)
+    else:
         return None
     for position in range(first, last):
         message = parse(lines[position]) if lines[position].stream != "kernel" else None

@@ -64,6 +64,12 @@ SIGNATURES: tuple[Signature, ...] = (
         "safetensors 0.8, torch", decisive=False, rank=Rank.RAISED),
     Signature(
         "model-unreadable",
+        r"(?:\[Errno 2\] )?No such file or directory: ['\"]?(?P<file>[^'\"]{1,300}\.(?:safetensors|bin|gguf|pt))['\"]?",
+        "A file of weights is missing: {file}.",
+        "fetch the model again, whole: the index names files that are not there",
+        "CPython, safetensors 0.8", decisive=False, error="FileNotFoundError"),
+    Signature(
+        "model-unreadable",
         r"It looks like the config file at '(?P<file>[^']{1,300})' is not a valid JSON file",
         "The model's config.json is not JSON.",
         "fetch config.json again",

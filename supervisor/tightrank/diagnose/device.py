@@ -25,6 +25,14 @@ SIGNATURES: tuple[Signature, ...] = (
         "The device ran out of memory.",
         _LESS, "torch 2.1 - 2.13, Triton", start_only=False, decisive=False, rank=Rank.RAISED),
     Signature(
+        "out-of-memory",
+        r"\[enforce fail at alloc_cpu\.cpp:\d+\] .{1,40}DefaultCPUAllocator: (?:can't allocate|not enough) memory: you tried "
+        r"to "
+        r"allocate (?P<asked>\d+) bytes",
+        "The host ran out of memory: {asked} bytes were asked for.",
+        "free host memory, or give the engine less of it (on the CPU VLLM_CPU_KVCACHE_SPACE, --max-total-tokens)",
+        "torch 2.1 - 2.13 c10/core/impl/alloc_cpu.cpp", start_only=False, decisive=False, rank=Rank.RAISED),
+    Signature(
         "custom-all-reduce-failed",
         r"Failed: (?:Cuda error )?(?P<file>\S{1,200}custom_all_reduce\.cuh):(?P<line>\d+) '(?P<why>[^']{1,80})'",
         "The engine's own all-reduce failed: {why}.",
@@ -169,7 +177,8 @@ SIGNATURES: tuple[Signature, ...] = (
         "pd-transfer-lost",
         r"(?:Lost connection with prefill instance \(bootstrap_addr: (?P<prefill>[^)]{1,100})\)|Decode instance could be "
         r"dead, remote "
-        r"|NIXL_ERR_REMOTE_DISCONNECT|NIXL_ERR_CANCELED)",
+        r"|NIXL_ERR_REMOTE_DISCONNECT|NIXL_ERR_CANCELED|"
+        r"NIXL transfer failure: .{0,800}NIXL_ERR_REMOTE_DISCONNECT)",
         "The KV transfer lost its peer.",
         _PAIR, "SGLang 0.5.10 - 0.5.23 disaggregation/common/conn.py, NIXL 0.5 - 1.5", shape="any", start_only=False,
         decisive=False, rank=Rank.DOUBTFUL, confidence="likely"),

@@ -158,15 +158,21 @@ SIGNATURES: tuple[Signature, ...] = (
         decisive=False, rank=Rank.VAGUE),
     Signature(
         "rank-died",
+        r"Rank (?P<rank>\d+) scheduler is dead\. Please check if there are relevant logs",
+        "Scheduler rank {rank} ended while starting.",
+        "see its last lines in the log",
+        "SGLang 0.4 - 0.5.9 entrypoints/engine.py", shape="any", decisive=False, rank=Rank.VAGUE),
+    Signature(
+        "rank-died",
         r"Subprocess (?P<process>\S+) \(pid=(?P<pid>\d+)\) crashed with exit code (?P<exit_code>-?\d+)",
         "{process} (pid {pid}) ended with exit code {exit_code}.",
         "see its last lines in the log",
         "SGLang 0.5.10 - 0.5.23 utils/watchdog.py", shape="logged", start_only=False, decisive=False, rank=Rank.VAGUE),
     Signature(
         "engine-watchdog",
-        r"(?P<process>\w+) watchdog timeout \((?:self\.)?watchdog_timeout=(?P<watchdog_seconds>[\d.]+)"
+        r"(?P<process>(?:\w+ )?)[Ww]atchdog timeout \((?:self\.)?watchdog_timeout=(?P<watchdog_seconds>[\d.]+)"
         r"(?:, (?:self\.)?soft=False)?\)",
-        "{process} made no step for {watchdog_seconds} s; its own watchdog ends the engine.",
+        "{process}made no step for {watchdog_seconds} s; its own watchdog ends the engine.",
         "find what hung (the stacks are in the log); a longer --watchdog-timeout where one step may take that long",
         "SGLang 0.4 - 0.5.23 utils/watchdog.py", shape="logged", start_only=False, decisive=False),
     Signature(

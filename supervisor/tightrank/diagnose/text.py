@@ -7,6 +7,7 @@ EVIDENCE_CHARACTERS = 600
 MESSAGE_CHARACTERS = 4096
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")      # a log may hold what makes a terminal act
 _NAME = r"(?:api[_-]?key|[_-]token|secret|password)(?![a-z])"
 _VALUE = r"""(?:\[[^\]]*\]?|[^\s,'")\]]+)"""      # a word, or a list of them
 _SECRET = re.compile(rf"""(?i)(--?[\w-]*{_NAME}\s+|{_NAME}['"]?\s*[=:]\s*['"]?|\bbearer\s+){_VALUE}""")
@@ -25,7 +26,7 @@ def plain(text: str) -> str:
 
 def clean(text: str) -> str:
     """For people, without secrets: of arguments that the engine does not know only the names are kept."""
-    shown = without_secrets(plain(text))
+    shown = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", without_secrets(plain(text)))
     return _UNKNOWN_ARGUMENTS.sub(lambda match: _names(match[0]), shown)[:EVIDENCE_CHARACTERS]
 
 
