@@ -32,7 +32,7 @@ NEARLY_GONE_BYTES = 512 << 20      # the kernel's OOM killer acts between its lo
 OOM_KILLED_CHANGE = ("give the host or container more memory, or the engine less; raise guard.floor so that the guard "
                      "acts first")
 
-_KERNEL = re.compile(r"\[[^\]]{0,40}\]\s*")
+_KERNEL = re.compile(r"^\[[^\]]{0,40}\]\s*")
 _NO_MEMORY = re.compile(r"NV_ERR_NO_MEMORY")
 _ENGINE_TASK = re.compile(r"python|vllm|sglang|pt_main|ray::|atom|model_?runner|nvcc|cicc|ptxas|cc1plus|ninja", re.IGNORECASE)
 _UNITS = {"_gib": 2.0**30, "_mib": 2.0**20, "_gb": 1e9}

@@ -21,6 +21,7 @@ MOST_SOURCES = 32            # services in one file; the lines of more are taken
 _SAME_START_LINES = 50       # several API servers of one start print the same first lines
 _HEAD_CHARACTERS = 400       # what tells an engine, or a start, stands near the front
 _CLEAR = 3                   # as many marks as of any other engine tell which engine it is
+_PLAIN = 100                 # as many marks, and nearly none of another: no more counting
 _CONFIDENCE = ("certain", "likely", "guess")
 
 _MARKS: Mapping[str, re.Pattern[str]] = {
@@ -129,13 +130,15 @@ def explain(lines: Iterable[str], engine: str | None = None, code: int | None = 
     """`code`: the exit code, as of a shell (137) or of subprocess (-9). Raises ConfigError when the engine cannot be told."""
     sources: dict[str, _Source] = {}
     marks = dict.fromkeys(_MARKS, 0)
+    likely = (engine,) if engine else tuple(marks)
     for number, raw in enumerate(lines):
         peeled = peel(raw)
-        if engine is None:
+        if len(likely) > 1:
             _count(marks, peeled.text)
+            likely = _likely(marks)
         name = peeled.source if len(sources) < MOST_SOURCES else ""
         source = sources.setdefault(name, _Source())
-        source.take(number, peeled, (engine,) if engine else _likely(marks))
+        source.take(number, peeled, likely)
     told, by = (engine, "told") if engine else _told(marks)
     exit_code = None if code is None else 128 - code if 128 < code <= 192 else code
     found = [source.verdict(told, exit_code, code is not None) for source in sources.values()] or [
@@ -161,7 +164,7 @@ def _count(marks: dict[str, int], text: str) -> None:
 def _likely(marks: Mapping[str, int]) -> tuple[str, ...]:
     """Once it is plain which engine this is, lines are tried for that one alone."""
     best, second = sorted(marks, key=lambda name: -marks[name])[:2]
-    return (best,) if marks[best] > 100 and marks[best] > 20 * marks[second] else tuple(marks)
+    return (best,) if marks[best] > _PLAIN and marks[best] > _PLAIN / 5 * marks[second] else tuple(marks)
 
 
 def _told(marks: Mapping[str, int]) -> tuple[str, str]:

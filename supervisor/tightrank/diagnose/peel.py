@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 
 from tightrank.diagnose.text import plain
 
@@ -51,6 +52,7 @@ def engine_seconds(text: str) -> float | None:
     return _unix(f"2000-{found['vllm']}+00:00" if found["vllm"] else f"{found['sglang']}+00:00")
 
 
+@lru_cache(maxsize=64)           # many lines have the same second
 def _unix(stamp: str) -> float | None:
     try:
         return datetime.fromisoformat(stamp.replace(",", ".")).timestamp()

@@ -21,7 +21,8 @@ def without_secrets(text: str) -> str:
 
 def plain(text: str) -> str:
     """One line without colours, cut to what a message may have."""
-    return _ANSI.sub("", text[:MESSAGE_CHARACTERS]).rstrip()
+    cut = text[:MESSAGE_CHARACTERS]
+    return (_ANSI.sub("", cut) if "\x1b" in cut else cut).rstrip()
 
 
 def clean(text: str) -> str:
