@@ -16,9 +16,9 @@ from tightrank.diagnose.log import explain
 from tightrank.diagnose.peel import peel
 from tightrank.errors import ConfigError
 
-CONTEXT = ("(EngineCore pid=2) ERROR 11-30 10:00:30 [core.py:1510] ValueError: To serve at least one request with the model's max seq "
-           "len (8192), (2.5 GiB KV cache is needed, which is larger than the available KV cache memory (1.0 GiB). Based on the "
-           "available memory, the estimated maximum model length is 3264. Try increasing")
+CONTEXT = ("(EngineCore pid=2) ERROR 11-30 10:00:30 [core.py:1510] ValueError: To serve at least one request with the model's "
+           "max seq len (8192), (2.5 GiB KV cache is needed, which is larger than the available KV cache memory (1.0 GiB). "
+           "Based on the available memory, the estimated maximum model length is 3264. Try increasing")
 START = ["(APIServer pid=1) INFO 11-30 10:00:01 [api_utils.py:286] non-default args: {'model': 'm'}",
          "(EngineCore pid=2) INFO 11-30 10:00:10 [core.py:134] Initializing a V1 LLM engine (v0.32.0)"]
 FAILED = [*START, "(EngineCore pid=2) ERROR 11-30 10:00:30 [core.py:1510] EngineCore failed to start.", CONTEXT]
