@@ -94,7 +94,7 @@ def diagnose(engine: str, lines: Sequence[Line], exit_info: ExitInfo) -> Diagnos
     if raised is not None:
         known = next((hit for hit in hits if hit.position == raised and hit.signature.rank == Rank.DOUBTFUL), None)
         return _verdict(known, kept) if known else _quoted(kept[raised])
-    best = _lasting(hits, kept)
+    best = _lasting(hits, kept, exit_info)
     if _memory_gone(exit_info, best):
         return _memory_killed(exit_info, kept)
     return _verdict(best, kept) if best is not None else _by_exit(exit_info, kept)
@@ -104,10 +104,12 @@ def _best(hits: Iterable[_Hit]) -> _Hit | None:
     return min(hits, key=lambda hit: (hit.signature.rank, hit.position), default=None)
 
 
-def _lasting(hits: Sequence[_Hit], lines: Sequence[Line]) -> _Hit | None:
-    """The best without what was raised and survived: the engine went on behind it."""
+def _lasting(hits: Sequence[_Hit], lines: Sequence[Line], exit_info: ExitInfo) -> _Hit | None:
+    """The best without what was survived: the engine went on behind it. (Of an engine that may still run, what it logs, such
+    as a peer that is lost, holds.)"""
     worked = _last_at_work(lines) if hits else -1
-    return _best(hit for hit in hits if not (hit.raised and hit.signature.rank == Rank.DOUBTFUL and hit.position < worked))
+    return _best(hit for hit in hits if not (hit.signature.rank == Rank.DOUBTFUL and hit.position < worked
+                                             and (hit.raised or exit_info.ended)))
 
 
 def _last_at_work(lines: Sequence[Line]) -> int:

@@ -25,8 +25,8 @@ SIGNATURES: tuple[Signature, ...] = (
         "the hook headroom", decisive=False, rank=Rank.CONSEQUENCE),
     Signature(
         "arguments-invalid",
-        r"[\w./ -]{1,60}: error: (?P<why>unrecognized arguments: .*|argument .*|ambiguous option: .*|the following "
-        r"arguments are required: .*)",
+        r"[\w./ -]{1,60}: error: (?P<why>unrecognized arguments: .*|argument .*|ambiguous option: .*|the following arguments "
+        r"are required: .*)",
         "The engine refused its command line: {why}",
         "correct the worker's args; `tightrank plan` shows the whole command",
         "argparse", shape="logged"),

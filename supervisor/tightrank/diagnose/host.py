@@ -48,8 +48,8 @@ SIGNATURES: tuple[Signature, ...] = (
         start_only=False, decisive=False, rank=Rank.RAISED),
     Signature(
         "device-kernel-error",
-        r"amdgpu (?P<device>[0-9a-f:.]+): .{0,40}(?:page fault .{0,120}for process (?P<task>.{1,60}?) pid (?P<pid>\d+) thread|"
-        r"ring \S+ timeout)",
+        r"amdgpu (?P<device>[0-9a-f:.]+): .{0,40}(?:page fault .{0,120}for process (?P<task>.{1,60}?) pid (?P<pid>\d+) "
+        r"thread|ring \S+ timeout)",
         "A kernel of the engine failed on device {device}.",
         _AFTER, "Linux 5.15 - 6.17 drivers/gpu/drm/amd", shape="kernel", start_only=False, decisive=False,
         rank=Rank.RAISED, confidence="likely"),
@@ -62,8 +62,7 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         "rank-died",
         r"(?:traps: )?(?P<task>[^\[]{1,40})\[(?P<pid>\d+)\]:? (?P<what>segfault|trap invalid opcode|general protection "
-        r"fault).{0,200}?"
-        r" in (?P<library>[^\[\s]{1,80})\[",
+        r"fault).{0,200}? in (?P<library>[^\[\s]{1,80})\[",
         "{task} (pid {pid}) crashed in native code: {what} in {library}.",
         "another release of that library, or the engine without the feature that uses it",
         "Linux arch/x86/kernel/traps.c, mm/fault.c", shape="kernel", start_only=False, decisive=False, rank=Rank.VAGUE),
@@ -75,8 +74,7 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         "shared-memory-full",
         r"(?:\[[\d :-]{19}\] )?(?:\S{1,200}:\d+:\d+ \[\d+\] )?(?:\S{1,60} )?NCCL WARN (?:Error while creating shared memory "
-        r"segment "
-        r"(?P<path>\S{1,100}) \(size (?P<needed>\d+)\).{0,20}(?:, error: No space left on device.{0,10})?$|Call to "
+        r"segment (?P<path>\S{1,100}) \(size (?P<needed>\d+)\).{0,20}(?:, error: No space left on device.{0,10})?$|Call to "
         r"posix_fallocate failed : No space left on device)",
         "NCCL could not make its segment in /dev/shm: it is full.",
         _SHM, "NCCL 2.18 - 2.28 misc/shmutils.cc", shape="any", start_only=False, decisive=False),
@@ -99,32 +97,29 @@ SIGNATURES: tuple[Signature, ...] = (
         "CPython", start_only=False, decisive=False, rank=Rank.DOUBTFUL, error="OSError"),
     Signature(
         "disk-full",
-        r"(?:.{0,200}No space left on device \(os error 28\)|\S{1,200}: fatal error: error writing to .{1,100}: No space left "
-        r"on "
-        r"device)",
+        r"(?:.{0,200}No space left on device \(os error 28\)|\S{1,200}: fatal error: error writing to .{1,100}: No space "
+        r"left on device)",
         "A disk is full.",
         "`df -h` and `df -i`: the disk of the model cache (HF_HOME), of compiled kernels (~/.cache, TMPDIR) and of the logs",
         "Rust std (safetensors, hf-xet), gcc", shape="any", start_only=False, decisive=False, rank=Rank.DOUBTFUL),
     Signature(
         "open-files-limit",
-        r"(?:\[Errno 24\] Too many open files|unable to open (?:file|shared memory object) .{0,200}Too many open files \(24\)|"
-        r"Too many open files)",
+        r"(?:\[Errno 24\] Too many open files|unable to open (?:file|shared memory object) .{0,200}Too many open files "
+        r"\(24\)|Too many open files)",
         "A process of the engine has reached its limit of open files.",
         "a higher limit: `ulimit -n 65536`, LimitNOFILE= of the unit, docker --ulimit nofile=65536:65536",
         "CPython, torch, ZeroMQ", start_only=False, decisive=False, rank=Rank.DOUBTFUL),
     Signature(
         "process-limit",
-        r"(?:can't start new thread|\[Errno 11\] Resource temporarily unavailable|Cannot fork)",
+        r"(?:can't start new thread|OpenBLAS blas_thread_init: pthread_create failed|libgomp: Thread creation failed)",
         "No more processes or threads may be made.",
         "a higher limit: `ulimit -u`, TasksMax= of the unit, docker --pids-limit; or fewer threads (OMP_NUM_THREADS)",
-        "CPython", start_only=False, decisive=False, rank=Rank.DOUBTFUL,
-        error="RuntimeError|BlockingIOError|OSError"),
+        "CPython, OpenBLAS, libgomp", shape="any", start_only=False, decisive=False, rank=Rank.DOUBTFUL),
     Signature(
         "memlock-limit",
         r"(?:\[[\d.]{1,30}\] \[[^\]]{1,80}\]\s+\w{1,40}\.c:\d+\s+UCX\s+ERROR ibv_\w+\(.{0,200}\) failed: Cannot allocate "
-        r"memory|"
-        r"(?:\S{1,200}:\d+:\d+ \[\d+\] )?(?:\S{1,60} )?NCCL WARN Call to ibv_\w+ failed with error Cannot allocate memory|"
-        r"E\d{4} [\d:. ]{10,40} \w{1,40}\.cpp:\d+\] Failed to register memory .{0,80}Cannot allocate memory)",
+        r"memory|(?:\S{1,200}:\d+:\d+ \[\d+\] )?(?:\S{1,60} )?NCCL WARN Call to ibv_\w+ failed with error Cannot allocate "
+        r"memory|E\d{4} [\d:. ]{10,40} \w{1,40}\.cpp:\d+\] Failed to register memory .{0,80}Cannot allocate memory)",
         "Memory could not be locked for the network card: the limit of locked memory is too small.",
         "`ulimit -l unlimited`, LimitMEMLOCK=infinity of the unit, docker --ulimit memlock=-1",
         "UCX 1.14 - 1.20, NCCL 2.18 - 2.28, Mooncake", shape="any", start_only=False, decisive=False, rank=Rank.RAISED),

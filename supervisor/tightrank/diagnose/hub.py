@@ -43,7 +43,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"happened while trying to locate the file)",
         "The model hub could not be reached, and the model is not in the local cache.",
         f"mend the network or the proxy, {_DIRECTORY}; with HF_HUB_OFFLINE=1 the whole model must be in the cache",
-        "transformers 4.30 - 5.19 utils/hub.py, huggingface_hub 1.33", decisive=False),
+        "transformers 4.30 - 5.19 utils/hub.py, huggingface_hub 1.33", decisive=False, rank=Rank.DOUBTFUL),
     Signature(
         "hub-access-denied",
         r"(?P<status>40[13]) Client Error\..{0,300}",
@@ -88,8 +88,8 @@ SIGNATURES: tuple[Signature, ...] = (
         _UNKNOWN, "SGLang 0.4 - 0.5.23 model_loader/utils.py", decisive=False),
     Signature(
         "arguments-invalid",
-        r"(?:The repository (?:for )?)?.{1,200} (?:contains custom code which must be executed|requires you to execute "
-        r"the configuration file)",
+        r"(?:The repository (?:for )?)?.{1,200} (?:contains custom code which must be executed|requires you to execute the "
+        r"configuration file)",
         "The model needs code of its own.",
         "--trust-remote-code, if you trust the model's author: it runs their code",
         "transformers 4.30 - 5.19 dynamic_module_utils", decisive=False),
