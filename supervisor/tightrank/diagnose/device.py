@@ -33,7 +33,8 @@ SIGNATURES: tuple[Signature, ...] = (
         "torch 2.1 - 2.13 c10/core/impl/alloc_cpu.cpp", start_only=False, decisive=False, rank=Rank.RAISED),
     Signature(
         "custom-all-reduce-failed",
-        r"Failed: (?:Cuda error )?(?P<file>\S{1,200}custom_all_reduce\.cuh):(?P<line>\d+) '(?P<why>(?!out of memory)[^']{1,80})'",
+        r"Failed: (?:Cuda error )?(?P<file>\S{1,200}custom_all_reduce\.cuh):(?P<line>\d+) "
+        r"'(?P<why>(?!out of memory)[^']{1,80})'",
         "The engine's own all-reduce failed: {why}.",
         "--disable-custom-all-reduce", "vLLM 0.4 - 0.33.0 csrc/custom_all_reduce.cuh", shape="logged", decisive=False,
         start_only=False),
