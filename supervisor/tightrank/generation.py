@@ -19,6 +19,7 @@ from tightrank.diagnose import headroom
 from tightrank.errors import ConfigError
 from tightrank.logs import RING_LINES
 from tightrank.plan import masked
+from tightrank.readers import kernel
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.ranks import RankReader
 from tightrank.records import (
@@ -157,8 +158,8 @@ class Generation:
             self._say("cause", f"adapter-fault: hook {hook} raised in {where} (pid {pid}): {error}", {"cause": "adapter-fault"})
 
     def hear_kernel(self, lines: Sequence[Line]) -> None:
-        """Which of them are about this tree is told by their pids, when a verdict is made."""
-        self.lines.extend(lines)
+        """Those that name a process of this tree, or none: what becomes of other people's is nobody's business here."""
+        self.lines.extend(line for line in lines if not (named := kernel.pids(line.text)) or named & self._pids)
 
     def remember_memory(self, available: int | None, guard_lowest: int | None, now: float) -> None:
         """`guard_lowest`: the lowest that the guard has ever seen; it looks far more often than we do."""

@@ -109,6 +109,16 @@ def test_where_it_may_not_be_read_it_says_why(tmp_path: Path, namespace: str) ->
     assert KernelLog(str(tmp_path), str(tmp_path / "gone")).why != ""
 
 
+@pytest.mark.parametrize(("text", "pids"), [
+    (OOM, {42}), ("Out of memory: Killed process 42 (python3) total-vm:1kB", {42}), ("usb 1-1: new device", set()),
+    ("NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, x", set()),
+    ("NVRM: Xid (PCI:0000:3b:00): 31, pid=42, name=python3, x", {42}),
+    ("amdgpu 0000:0b:00.0: amdgpu:  Process python pid 42 thread python pid 43", {42, 43}),
+    ("python3[42]: segfault at 0 ip 0 sp 0 error 4 in libcuda.so.1[7f+1000]", {42})])
+def test_which_processes_a_line_names(text: str, pids: set[int]) -> None:
+    assert kernel.pids(text) == pids
+
+
 def of_kernel(*texts: str) -> list[Line]:
     return [Line(100.0, 0.0, "kernel", text) for text in texts]
 

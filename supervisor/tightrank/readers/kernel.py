@@ -18,6 +18,12 @@ _HOST_PIDS = "pid:[4026531836]"    # PROC_PID_INIT_INO: the namespace that the k
 _WANTED = re.compile(r"oom-kill:|out of memory: Killed process|NVRM: .*(?:Xid|NV_ERR_NO_MEMORY|fallen off the bus)|"
                      r"amdgpu .*(?:page fault|Process .* pid \d|ring \S+ timeout|GPU reset|uncorrectable)|"
                      r"\]:? (?:segfault|general protection fault|trap invalid opcode)", re.IGNORECASE)
+_PIDS = re.compile(r"(?:\bpid[= ]|Killed process |\w\[(?=\d+\]))(\d+)")
+
+
+def pids(text: str) -> frozenset[int]:
+    """The processes that a line names."""
+    return frozenset(map(int, _PIDS.findall(text)))
 
 
 class KernelLog:
