@@ -104,6 +104,8 @@ def test_the_last_life_that_failed_counts() -> None:
     quiet = [WORK.format(1, second % 60) for second in range(60)]
     again = [*FAILED, *quiet, *SERVED, *quiet]
     assert cause(again) == "context-exceeds-kv-pool"                     # it was started again, and serves
+    assert cause([*FAILED, *quiet, *START]) == "context-exceeds-kv-pool"
+    assert cause(again, code=-9) == "engine-exited" and cause([*FAILED, *quiet, *START], code=-9) == "unknown"
     other = [*FAILED, *quiet, *START,
              "(EngineCore pid=2) ERROR 11-30 10:00:30 [core.py:1510] ValueError: No available memory for the cache blocks. Try"]
     assert cause(other) == "kv-pool-too-small"
@@ -119,6 +121,11 @@ def test_of_several_services_the_one_that_failed_is_told() -> None:
     lines = [f"gateway-1  | {line}" for line in SERVED] + [f"worker-1  | {line}" for line in FAILED] + [
         f"gateway-1  | {WORK.format(50, second)}" for second in range(50)]
     assert cause(lines) == "context-exceeds-kv-pool"
+
+
+def test_services_without_end_are_taken_together() -> None:
+    lines = [f"worker-1  | {START[0]}", *[f"service-{number}  | hello" for number in range(500)]]
+    assert cause([*lines, *[f"worker-1  | {line}" for line in FAILED[1:]]]) == "context-exceeds-kv-pool"
 
 
 def test_memory_is_bounded_whatever_the_length() -> None:

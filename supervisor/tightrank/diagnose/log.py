@@ -103,7 +103,9 @@ class _Source:
         life = self._life
         if life.started_at is not None and number - life.started_at > _SAME_START_LINES:
             for engine in engines:
-                self._judge(engine, ExitInfo(None, not life.served, ended=False))
+                found = diagnose(engine, life.lines(), ExitInfo(None, not life.served, ended=False))
+                if found.cause != "unknown":
+                    self._failed[engine] = (life.since, found)
             self._life = _Life(number)
         self._life.started_at = number
 
@@ -112,18 +114,11 @@ class _Source:
         self._stamped = self._stamped or line.seconds is not None
         return line.seconds if self._stamped else engine_seconds(line.text)
 
-    def _judge(self, engine: str, exit_info: ExitInfo) -> None:
-        found = diagnose(engine, self._life.lines(), exit_info)
-        if found.cause != "unknown":
-            self._failed[engine] = (self._life.since, found)
-
     def verdict(self, engine: str, code: int | None, ended: bool) -> tuple[int, Diagnosis]:
-        """Where the life that failed began, and why it did."""
-        exit_info = ExitInfo(code, not self._life.served, ended=ended)
-        self._judge(engine, exit_info)
-        if engine in self._failed:
-            return self._failed[engine]
-        return self._life.since, diagnose(engine, self._life.lines(), exit_info)
+        """Where the life that failed began, and why it did. Of one that is not known to have ended and shows no failure,
+        the one before is told."""
+        last = self._life.since, diagnose(engine, self._life.lines(), ExitInfo(code, not self._life.served, ended=ended))
+        return last if ended or last[1].cause != "unknown" else self._failed.get(engine, last)
 
 
 def explain(lines: Iterable[str], engine: str | None = None, code: int | None = None) -> Explained:
@@ -136,24 +131,19 @@ def explain(lines: Iterable[str], engine: str | None = None, code: int | None = 
         if len(likely) > 1:
             _count(marks, peeled.text)
             likely = _likely(marks)
-        name = peeled.source if len(sources) < MOST_SOURCES else ""
+        name = peeled.source if peeled.source in sources or len(sources) < MOST_SOURCES else ""
         source = sources.setdefault(name, _Source())
         source.take(number, peeled, likely)
     told, by = (engine, "told") if engine else _told(marks)
     exit_code = None if code is None else 128 - code if 128 < code <= 192 else code
     found = [source.verdict(told, exit_code, code is not None) for source in sources.values()] or [
         (0, diagnose(told, (), ExitInfo(exit_code, starting=True, ended=code is not None)))]
-    return Explained(told, by, _shown(min(found, key=_order)[1]))
+    return Explained(told, by, min(found, key=_order)[1])
 
 
 def _order(found: tuple[int, Diagnosis]) -> tuple[bool, int, int]:
     """Of several services: one that failed, then the surest verdict, then the earliest."""
     return found[1].cause == "unknown", _CONFIDENCE.index(found[1].confidence), found[0]
-
-
-def _shown(diagnosis: Diagnosis) -> Diagnosis:
-    """What speaks of a deployment of ours is said for any engine."""
-    return replace(diagnosis, change=diagnosis.change.replace("; `tightrank plan` shows the whole command", ""))
 
 
 def _count(marks: dict[str, int], text: str) -> None:
