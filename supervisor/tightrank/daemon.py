@@ -27,6 +27,7 @@ from tightrank.generation import Generations
 from tightrank.logs import Sink
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.guard import GuardReader
+from tightrank.readers.kernel import KernelLog
 from tightrank.readers.memory import MemoryReader
 from tightrank.readers.nvidia import NvidiaReader
 from tightrank.readers.process import ProcessTable, marked
@@ -62,6 +63,7 @@ class Daemon:
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.prober = Prober(self.wake)
         self.guard = GuardReader(self.state / "run")
+        self.kernel = KernelLog()
         self.watch = Watch(MemoryReader(), self.guard, NvidiaReader())
         self.beat = pages.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
         around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops)
@@ -80,6 +82,8 @@ class Daemon:
         self._signals()
         _raise_descriptors()
         self._say("daemon", f"daemon started (pid {os.getpid()})")
+        if self.kernel.why:
+            self._say("kernel", f"the kernel's log cannot be read ({self.kernel.why}); OOM kills are told by counters alone")
         self._end_leftovers()
         app = api.create(self.board, self.journal, self.requests, self._api_settings())
         server = serve.Server(app, listening)
@@ -126,9 +130,11 @@ class Daemon:
             wanted = self.requests.get_nowait()
             self._say("request", f"{wanted.action} {wanted.worker}", wanted.worker)
             self._worker(wanted.worker).ask(Request(wanted.action))
+        kernel = self.kernel.read()
         for worker in self.workers:
             self._ask_to_stop(worker)
             self.sink.put(worker.template.name, worker.read_pipes())
+            worker.hear_kernel(kernel)
 
     def _ask_to_stop(self, worker: Worker) -> None:
         """In every tick anew: a worker that is being ended for another reason must not start again afterwards."""

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from tightrank.diagnose import headroom
 from tightrank.errors import ConfigError
 from tightrank.logs import RING_LINES
 from tightrank.plan import masked
+from tightrank.readers import kernel
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.ranks import RankReader
 from tightrank.records import (
@@ -43,6 +44,7 @@ _STEPS = list(StartStep)
 _WAITS = re.compile(r"No available shared memory broadcast block|[Ww]aiting for ")
 TAIL_LINES = 40
 OOM_SECONDS = 20.0                 # an engine may wait for a killed process of its own before it ends
+MEMORY_SECONDS = 60.0              # how far back the lowest available memory is of interest when an engine dies
 _SECRET_CHARACTERS = 4             # a shorter one would mask half of what the engine says
 
 Say = Callable[[str, str, Mapping[str, object]], None]
@@ -96,6 +98,9 @@ class Generation:
         self._hurt_monotonic: float | None = None
         self._oom_kills: int | None = None
         self._oom_monotonic: float | None = None             # of the last one in this generation's life
+        self._pids: set[int] = {self.launched.main.pid}      # of its tree, ever: the kernel's log names them
+        self._available: deque[tuple[float, int]] = deque()  # (monotonic, bytes) of the last minute
+        self._guard_lowest: int | None = None
         self._probe: Future[ProbeResult] | None = None
         self._seen = (0, 0, 0)             # processes, ranks, RSS: what counts as progress
         self._hellos: dict[ProcessId, int] = {}      # pidfd of each process that said hello; -1 once it has ended
@@ -152,6 +157,21 @@ class Generation:
             self._faults.add((pid, hook, where))
             self._say("cause", f"adapter-fault: hook {hook} raised in {where} (pid {pid}): {error}", {"cause": "adapter-fault"})
 
+    def hear_kernel(self, lines: Sequence[Line]) -> None:
+        """Those that name a process of this tree, or none: what becomes of other people's is nobody's business here."""
+        self.lines.extend(line for line in lines if not (named := kernel.pids(line.text)) or named & self._pids)
+
+    def remember_memory(self, available: int | None, guard_lowest: int | None, now: float) -> None:
+        """`guard_lowest`: the lowest that the guard has ever seen; it looks far more often than we do."""
+        known = [available] if available is not None else []
+        if guard_lowest is not None:
+            known += [guard_lowest] if self._guard_lowest is not None and guard_lowest < self._guard_lowest else []
+            self._guard_lowest = guard_lowest
+        if known:
+            self._available.append((now, min(known)))
+        while self._available and now - self._available[0][0] > MEMORY_SECONDS:
+            self._available.popleft()
+
     def tail(self) -> tuple[str, ...]:
         return tuple(line.text for line in list(self.lines)[-TAIL_LINES:])
 
@@ -167,6 +187,7 @@ class Generation:
         for rank in (*reading.ranks, *reading.dead_ranks):
             self._meet(rank)
         self.known = {self.launched.main, *self._hellos, *(process.id for process in reading.processes)}
+        self._pids |= {process.pid for process in self.known}
         if "headroom" in self.spec.hooks:
             self._size(reading)
         for problem in set(reading.problems) - self._problems:
@@ -227,7 +248,9 @@ class Generation:
         role = self.lost_role or "main"
         hurt, oom = self._hurt_monotonic, self._oom_monotonic
         oom_killed = hurt is not None and oom is not None and hurt - oom < OOM_SECONDS
-        ended = diagnose.ExitInfo(self.exit_status if role == "main" else None, starting, role, oom_killed)
+        lowest = min((available for _, available in self._available), default=None)
+        ended = diagnose.ExitInfo(self.exit_status if role == "main" else None, starting, role, oom_killed,
+                                  frozenset(self._pids), lowest)
         return self._explained(diagnose.diagnose(self.spec.engine, tuple(self.lines), ended))
 
     # --- for the loop -------------------------------------------------------------------------------------------------

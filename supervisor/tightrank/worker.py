@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,6 +87,10 @@ class Worker:
     def read_pipes(self) -> list[Line]:
         return self.run.read_pipes(self.phase is Phase.STARTING) if self.run else []
 
+    def hear_kernel(self, lines: Sequence[Line]) -> None:
+        if self.run and lines:
+            self.run.hear_kernel(lines)
+
     def receive(self) -> list[wire_types.Step]:
         return self.run.receive() if self.run else []
 
@@ -96,6 +100,7 @@ class Worker:
             return
         now = snapshot.monotonic
         self.run.observe(snapshot.workers[self.template.name], snapshot.memory.oom_kills, now)
+        self.run.remember_memory(snapshot.memory.available_bytes, snapshot.guard.get("lowest_available_bytes"), now)
         if self.phase is Phase.STARTING:
             self.run.step_probe(self._around.prober, now)
         if self.phase is Phase.UP and now - self.since > STEADY_SECONDS:

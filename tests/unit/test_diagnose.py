@@ -47,9 +47,9 @@ SIZING = [
     ("vllm", "ValueError: Available memory on node 0 (7.0/14.0 GiB) on startup is less than desired CPU memory utilization "
      "(0.92, 12.9 GiB). On the CPU backend", "host-memory-too-small", "--gpu-memory-utilization 0.49", {}),
     ("vllm", "RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please try",
-     "graph-capture-out-of-memory", "lower --max-num-seqs (now 1024)", {"requests": 1024}),
+     "graph-capture-out-of-memory", "--max-num-seqs 512 (now 1024)", {"requests": 1024}),
     ("vllm", "  Value error, Total number of attention heads (12) must be divisible by tensor parallel size (8). [type=value",
-     "tensor-parallel-invalid", "a divisor of 12", {"heads": 12, "tensor_parallel": 8}),
+     "tensor-parallel-invalid", "tensor_parallel: 1, 2, 3, 4, 6 or 12 (a divisor of 12)", {"heads": 12, "tensor_parallel": 8}),
     ("vllm", "ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your Tesla T4 GPU has",
      "dtype-unsupported", "--dtype half", {}),
     ("sglang", "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current value: "
@@ -67,15 +67,31 @@ SIZING = [
     ("sglang", "RuntimeError: Hybrid (mamba/linear-attention) state cache is too small to serve any requests. max_mamba",
      "state-cache-too-small", "--max-running-requests", {}),
     ("sglang", "ValueError: Not enough host memory available. Requesting 40.00 GB but only have 34.87 GB free. Please",
-     "host-memory-too-small", "--hicache-size (GB, for each rank) under 34.87", {"wanted_bytes": 40e9}),
+     "host-memory-too-small", "--hicache-size 34 at most (GB, for each rank)", {"wanted_bytes": 40e9}),
     ("sglang", "Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 2.00 GiB.",
      "graph-capture-out-of-memory", "lower --mem-fraction-static", {}),
     ("sglang", "AssertionError: Memory pool size is too small", "kv-pool-too-small", "--mem-fraction-static", {}),
     ("sglang", "launch_server.py: error: unrecognized arguments: --mem-fracton", "arguments-invalid", "args", {}),
     ("vllm", "vllm serve: error: argument --port: invalid int value: 'x'", "arguments-invalid", "args", {}),
-    ("vllm", "  Value error, Invalid repository ID or local directory specified: 'models/none'", "model-unreadable",
+    ("vllm", "  Value error, Invalid repository ID or local directory specified: 'models/none'", "model-not-found",
      "config.json", {}),
     ("sglang", "RuntimeError: Cannot find any model weights with `models/tiny`", "model-unreadable", "safetensors", {}),
+    ("vllm", "  Value error, User-specified max_model_len (262144) is greater than the derived max_model_len "
+     "(max_position_embeddings=32768 or model_max_length=None in model's config.json). To allow", "arguments-invalid",
+     "--max-model-len 32768 at most", {"context_tokens": 262144, "largest_context_tokens": 32768}),
+    ("sglang", "ValueError: Warning: User-specified context_length (262144) is greater than the derived context_length (32768)."
+     " This may lead", "arguments-invalid", "--context-length 32768 at most", {"largest_context_tokens": 32768}),
+    ("vllm", CORE + "RuntimeError: Insufficient space in /dev/shm for shared-memory allocation: 161 MiB required, 63 MiB free. "
+     "Increase", "shared-memory-full", "--shm-size", {"needed_bytes": 161 << 20, "free_bytes": 63 << 20}),
+    ("sglang", "RuntimeError: Not enough GPU memory for hybrid (mamba/linear-attention) state cache. Computed "
+     "max_mamba_cache_size=12 (total_rest_memory=1.25 GB, mamba_cache_per_req=102.40 MB). Try: (1)", "state-cache-too-small",
+     "--max-running-requests 12 at most", {"slots": 12}),
+    ("sglang", "ValueError: Not enough host memory available. Requesting 40.00 GB but only have 0.87 GB free. Please",
+     "host-memory-too-small", "leave --enable-hierarchical-cache out", {}),
+    ("vllm", "  Value error, Total number of attention heads (7) must be divisible by tensor parallel size (2). [type=value",
+     "tensor-parallel-invalid", "tensor_parallel: 1 or 7 (a divisor of 7)", {"heads": 7}),
+    ("vllm", "ValueError: torch.float32 is not supported for quantization method awq. Supported dtypes: [torch.float16]",
+     "dtype-unsupported", "--dtype: one of [torch.float16]", {}),
     ("atom", REQUESTS.format("5.00") + " Only 9.10GB is physically free on the GPU (other processes may be holding memory); "
      "raising --gpu-memory-utilization will NOT help. Free GPU memory or reduce --max-num-seqs (currently 512).",
      "state-cache-too-small", "--max-num-seqs 194 at most (now 512), or free the memory that others hold",
@@ -205,7 +221,10 @@ def test_a_graph_capture_is_named_although_the_raw_exception_comes_first() -> No
 
 def test_graph_capture_without_memory_in_it_is_another_cause() -> None:
     found = diagnose("sglang", lines("Exception: Capture cuda graph failed: [gloo] Connection closed by peer"), ended(-9))
-    assert found.cause == "engine-error" and "Connection closed by peer" in found.summary
+    assert found.cause == "rank-died" and "Connection closed by peer" in found.summary
+    other = diagnose("sglang", lines("Exception: Capture cuda graph failed: operation not permitted when stream is capturing"),
+                     ended(-9))
+    assert other.cause == "graph-capture-failed" and "stream is capturing" in other.summary
 
 
 def test_weights_that_do_not_fit() -> None:
@@ -299,6 +318,59 @@ def test_a_rank_that_lost_its_peer_is_not_the_one_that_failed() -> None:
     assert raised.cause == "engine-error" and raised.summary == "KeyError: 'x'"
 
 
+def test_a_loss_of_memory_hidden_in_a_collective_s_error() -> None:
+    texts = ("host7:881:901 [1] include/alloc.h:228 NCCL WARN Cuda failure 2 'out of memory'",
+             WORKER + "WorkerProc failed to start.",
+             WORKER + "RuntimeError: NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)")
+    assert diagnose("vllm", lines(*texts), ended(1)).cause == "out-of-memory"
+    assert diagnose("vllm", lines(*reversed(texts)), ended(1)).cause == "out-of-memory"
+    assert diagnose("vllm", lines(*texts[1:]), ended(1)).cause == "collective-init-failed"
+    assert diagnose("vllm", lines(*texts[1:]), ended(1, starting=False)).cause == "engine-error"
+
+
+def test_a_rank_that_could_not_join_because_another_one_failed() -> None:
+    late = "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 clients joined."
+    first = SG + "Scheduler hit an exception: Traceback (most recent call last):"
+    assert diagnose("sglang", lines(first, late), ended(-9)).cause == "rendezvous-timeout"
+    found = diagnose("sglang", lines(first, "KeyError: 'x'", first, late), ended(-9))
+    assert (found.cause, found.summary) == ("engine-error", "KeyError: 'x'")
+
+
+def test_what_was_survived_is_no_cause() -> None:
+    library = "ImportError: libfoo.so.1: cannot open shared object file: No such file or directory"
+    hub = "huggingface_hub.errors.HfHubHTTPError: 429 Client Error: Too Many Requests for url: https://huggingface.co/x"
+    work = "(EngineCore pid=2) INFO 11-30 10:00:00 [core.py:1] at work"
+    for text, cause in ((library, "libraries-mismatched"), (hub, "hub-unreachable")):
+        assert diagnose("vllm", lines("Traceback (most recent call last):", text), ended(1)).cause == cause
+        assert diagnose("vllm", lines(text, *[work] * 30), ended(-9)).cause == "unknown"
+        assert diagnose("vllm", lines(text, *[work] * 30, CORE + "ValueError: No available memory for the cache blocks."),
+                        ended(1)).cause == "kv-pool-too-small"
+
+
+def test_a_lost_peer_explains_only_the_end_that_follows_it() -> None:
+    lost = SG + "Lost connection with prefill instance (bootstrap_addr: 10.0.0.7:8998), 4 requests affected"
+    served = SG + "Decode batch, #running-req: 4, #token: 18000, token usage: 0.05"
+    assert diagnose("sglang", lines(served, lost), ended(-9, starting=False)).cause == "pd-transfer-lost"
+    assert diagnose("sglang", lines(lost, served), ended(-9, starting=False)).cause == "engine-exited"
+    still = ExitInfo(None, False, ended=False)
+    assert diagnose("sglang", lines(lost, served), still).cause == "pd-transfer-lost"
+
+
+@pytest.mark.parametrize(("code", "words"), [(-4, "CPU lacks an instruction"), (-7, "df -h /dev/shm"), (-11, "native code"),
+                                             (-15, "from outside"), (-64, "end of the log"), (3, "end of the log")])
+def test_a_signal_says_where_to_look(code: int, words: str) -> None:
+    assert words in diagnose("vllm", [], ended(code, starting=False)).change
+
+
+@pytest.mark.parametrize("text", [
+    "(RayWorkerWrapper pid=4009, ip=10.0.0.1) ERROR 04-30 10:11:12 worker.py:5] {}", "ERROR 04-30 10:11:12 engine.py:366] {}",
+    "ERROR 04-30 10:11:12 [core.py:396] {}", "(vllm-test, pid=2150) (EngineCore_0 pid=3966) {}", "[rank0]: {}",
+    "(Worker pid=1) (Worker_TP3 pid=1) ERROR 03-05 09:56:09 [multiproc_executor.py:880] {}", "  | {}"])
+def test_prefixes_of_all_releases(text: str) -> None:
+    found = diagnose("vllm", lines(text.format("ValueError: No available memory for the cache blocks. Try")), ended(1))
+    assert found.cause == "kv-pool-too-small"
+
+
 def test_a_crash_in_native_code_is_quoted() -> None:
     found = diagnose("sglang", lines(
         "terminate called after throwing an instance of 'gloo::EnforceNotMet'",
@@ -325,7 +397,7 @@ def test_a_model_with_code_of_its_own() -> None:
 def test_a_watchdog_counts_only_when_it_ends_the_engine() -> None:
     text = SG + "Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft={})"
     hung = diagnose("sglang", lines(text.format("False")), ended(-9, starting=False))
-    assert hung.cause == "engine-error" and hung.numbers == {"watchdog_seconds": 300}
+    assert hung.cause == "engine-watchdog" and hung.numbers == {"watchdog_seconds": 300}
     assert diagnose("sglang", lines(text.format("True")), ended(-9, starting=False)).cause == "engine-exited"
 
 

@@ -21,10 +21,13 @@ def test_one_heading_for_each_cause_in_the_same_order() -> None:
 
 
 @pytest.mark.parametrize("cause", CAUSES.values(), ids=lambda cause: str(cause.id))
-def test_a_heading_says_what_it_means_and_what_to_do(cause: Cause) -> None:
+def test_a_heading_says_what_it_means_whether_to_restart_and_what_to_do(cause: Cause) -> None:
     body = BODIES[cause.id]
-    assert body.startswith(f"**Meaning.** {cause.meaning}\n**What to do.** ")
-    assert len(body.strip().splitlines()) <= 6, "for a pager at night"
+    restart = "Yes" if cause.restart_helps else "No"
+    assert re.match(rf"\*\*Meaning\.\*\* {re.escape(cause.meaning)}\n"
+                    rf"\*\*Impact\.\*\* .+\. \*\*Restart\.\*\* {restart}(?:: .+)?\.\n"
+                    r"\*\*Diagnosis\.\*\* (?:.+\n)+?\*\*Mitigation\.\*\* (?:.+\n)+\n?$", body)
+    assert len(body.strip().splitlines()) <= 7, "for a pager at night"
 
 
 @pytest.mark.parametrize("cause", CAUSES.values(), ids=lambda cause: str(cause.id))

@@ -68,7 +68,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "{process} ended (exit code {exit_code}; a negative one is a signal).",
         "see its last lines in the log",
         "ATOM v0.1.2 - 2026-08-22 model_engine/async_proc.py", shape="logged", start_only=False, decisive=False,
-        rank=Rank.RAISED),
+        rank=Rank.VAGUE),
     Signature(
         "tensor-parallel-invalid",
         r"Calculated local_device_rank=(?P<wanted_device>\d+) exceeds available GPUs \((?P<devices>\d+)\)",

@@ -1,4 +1,4 @@
-"""Texts of what the engines are built on: argparse, sockets, the model hub, the kernel; and of our own adapter."""
+"""Texts of what the engines are built on: argparse, pydantic, sockets, model files, Python; and of our own adapter."""
 from __future__ import annotations
 
 from tightrank.diagnose.signature import Rank, Signature
@@ -25,8 +25,8 @@ SIGNATURES: tuple[Signature, ...] = (
         "the hook headroom", decisive=False, rank=Rank.CONSEQUENCE),
     Signature(
         "arguments-invalid",
-        r"[\w./ -]{1,60}: error: (?P<why>unrecognized arguments: .*|argument .*|ambiguous option: .*|the following "
-        r"arguments are required: .*)",
+        r"[\w./ -]{1,60}: error: (?P<why>unrecognized arguments: .*|argument .*|ambiguous option: .*|the following arguments "
+        r"are required: .*)",
         "The engine refused its command line: {why}",
         "correct the worker's args; `tightrank plan` shows the whole command",
         "argparse", shape="logged"),
@@ -38,17 +38,17 @@ SIGNATURES: tuple[Signature, ...] = (
         "end what listens there (ss -ltnp), or give the worker another port",
         "asyncio, uvicorn", shape="any", decisive=False),
     Signature(
+        "port-taken",
+        r"Port is already in use\. |(?:port|The port) (?P<port>\d+) is (?:already )?in use",
+        "A port that the engine needs is in use.",
+        "end what listens there (ss -ltnp), or give the worker another port",
+        "SGLang 0.5.23 server_args.py, utils/network.py", decisive=False),
+    Signature(
         "engine-error",
         r"The server socket has failed to listen on any local network address\. port: (?P<port>\d+)",
         "A port that the engine chose for itself ({port}) was in use.",
         "nothing: the next start chooses another",
         "torch TCPStore", decisive=False),
-    Signature(
-        "model-unreadable",
-        r"Invalid repository ID or local directory specified: (?P<model>.{1,200})",
-        "There is no model at {model}.",
-        "model: a directory with config.json and the weights",
-        "vLLM 0.32.0 transformers_utils/config.py", shape="any"),
     Signature(
         "model-unreadable",
         r"Cannot find any model weights with `(?P<model>.{1,200}?)`",
@@ -57,32 +57,23 @@ SIGNATURES: tuple[Signature, ...] = (
         "both model_loader"),
     Signature(
         "model-unreadable",
-        r"(?:Error while deserializing header|Repo id must be in the form|Can't load the configuration of |.{1,200} "
-        r"does not appear to have a file named |Model architectures? .{1,200} (?:are|is) not supported|Unable to "
-        r"load weights from)",
-        "The engine could not read the model: see the line.",
-        "check the model's files (sizes, config.json) and that this release of the engine knows its architecture",
-        "safetensors, huggingface_hub, transformers, vLLM registry", decisive=False),
-    Signature(
-        "arguments-invalid",
-        r"(?:The repository (?:for )?)?.{1,200} (?:contains custom code which must be executed|requires you to execute "
-        r"the configuration file)",
-        "The model needs code of its own.",
-        "--trust-remote-code, if you trust the model's author: it runs their code",
-        "transformers dynamic_module_utils", decisive=False),
+        r"(?:Error while deserializing(?: header)?: (?P<why>.{1,120})|invalid load key, .{1,40}|Unable to load weights from|"
+        r"PytorchStreamReader failed .{1,120})",
+        "A file of weights cannot be read: it is cut, damaged, or a pointer in place of the file.",
+        "compare the sizes of the weight files with the origin and fetch them again",
+        "safetensors 0.8, torch", decisive=False, rank=Rank.RAISED),
     Signature(
         "model-unreadable",
-        r"(?P<status>40[134]) Client Error.{0,300}",
-        "The model hub refused the model ({status}).",
-        "check the model's name and revision, and the hub's token; or give a local directory",
-        "huggingface_hub", decisive=False, confidence="likely"),
+        r"(?:\[Errno 2\] )?No such file or directory: ['\"]?(?P<file>[^'\"]{1,300}\.(?:safetensors|bin|gguf|pt))['\"]?",
+        "A file of weights is missing: {file}.",
+        "fetch the model again, whole: the index names files that are not there",
+        "CPython, safetensors 0.8", decisive=False, error="FileNotFoundError"),
     Signature(
-        "killed-by-oom",
-        r"(?:oom-kill:constraint=(?P<constraint>\w+),.*\btask=(?P<task>[^,]+),pid=(?P<pid>\d+)|Out of memory: "
-        r"Killed process (?P<pid2>\d+) \((?P<task2>[^)]*)\))",
-        "The kernel's OOM killer ended a process of the worker.",
-        "give the host or container more memory, or the engine less; raise guard.floor so that the guard acts first",
-        "Linux mm/oom_kill.c", shape="kernel", start_only=False, decisive=False),
+        "model-unreadable",
+        r"It looks like the config file at '(?P<file>[^']{1,300})' is not a valid JSON file",
+        "The model's config.json is not JSON.",
+        "fetch config.json again",
+        "transformers 4.30 - 5.19 configuration_utils.py", decisive=False),
     Signature(
         "engine-binary-missing",
         r"tightrank: cannot start the engine: (?P<program>.+): (?P<why>[^:]+)$",
@@ -94,17 +85,21 @@ SIGNATURES: tuple[Signature, ...] = (
         r"\[[^\]]{0,200}/gloo/transport/[^\]]{0,100}\] .{0,100}Connection (?:reset|closed) by peer",
         "A rank lost its connection to another one: the other one ended first.",
         "see the last lines of the other ranks in the log",
-        "torch gloo", start_only=False, decisive=False, rank=Rank.RAISED, confidence="likely"),
-    Signature(
-        "engine-error",
-        r"what\(\): {1,2}(?P<why>.+)",
-        "C++ code of the engine ended its process: {why}",
-        "see the lines around this one in the log",
-        "libstdc++ std::terminate", shape="logged", start_only=False, decisive=False, rank=Rank.RAISED),
+        "torch gloo", start_only=False, decisive=False, rank=Rank.VAGUE, confidence="likely"),
     Signature(
         "engine-error",
         r"Fatal Python error: (?P<why>.+)",
         "A process of the engine crashed: {why}",
         "see the stacks that follow this line in the log",
-        "CPython faulthandler", shape="logged", start_only=False, decisive=False, rank=Rank.RAISED),
+        "CPython faulthandler", shape="logged", start_only=False, decisive=False, rank=Rank.VAGUE),
+)
+
+# After all others: what an engine's own checks of its configuration say.
+LAST: tuple[Signature, ...] = (
+    Signature(
+        "arguments-invalid",
+        r"(?P<why>.{1,300})",
+        "The engine refused its configuration: {why}",
+        "correct the worker's args as the line says; `tightrank plan` shows the whole command",
+        "pydantic: vLLM 0.20.2 - 0.33.0 config/, SGLang 0.5.23", decisive=False, error="Value error", confidence="likely"),
 )
