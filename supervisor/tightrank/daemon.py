@@ -18,7 +18,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-from tightrank import act, api, breaker, check, decide, engines, host, inputs, plan, serve, sockets, status
+from tightrank import act, api, breaker, check, decide, engines, host, hygiene, inputs, plan, serve, sockets, status
 from tightrank.adapter import pages
 from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
@@ -63,12 +63,15 @@ class Daemon:
         self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.prober = Prober(self.wake)
         self.guard = GuardReader(self.state / "run")
-        self.watch = Watch(MemoryReader(), self.guard, NvidiaReader())
+        nvidia = NvidiaReader()
+        self.watch = Watch(MemoryReader(), self.guard, nvidia)
         self.beat = pages.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
         facts = host.read()
         self.specs = plan.build(config, facts, inputs.read(config, os.environ))
         around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops,
-                              self._breaker(facts))
+                              self._breaker(facts), hygiene.Rules(
+                                  config.hygiene.limit_seconds, config.hygiene.tolerance_bytes,
+                                  config.hygiene.drop_page_cache == "weights", nvidia))
         self.workers = [Worker(spec, around) for spec in self.specs]
         self.requests = api.Requests(self.wake)
         self.stops = 0                       # SIGTERMs so far
@@ -214,6 +217,7 @@ class Daemon:
             for process in left:
                 act.send(process.id, signal.SIGKILL)
             time.sleep(COALESCE_SECONDS)
+        self._sweep()
         self._say("daemon", "the guard is gone: all engines were ended")
 
     def _exit_code(self) -> int:
@@ -236,8 +240,13 @@ class Daemon:
                 if act.send(process, signal.SIGKILL):
                     self._say("daemon", f"ended a leftover of an earlier run: pid {process.pid}")
             if not left:
-                return
+                break
             time.sleep(COALESCE_SECONDS)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for sentence in hygiene.sweep(self.state / "run"):
+            self._say("hygiene", sentence)
 
     # --- small things -------------------------------------------------------------------------------------------------
 
@@ -272,7 +281,7 @@ class Daemon:
 
     def _write(self, event: Event) -> None:
         self.journal.append(event)
-        if event.kind in ("phase", "decision", "cause", "daemon"):
+        if event.kind in ("phase", "decision", "cause", "daemon", "hygiene"):
             place = f"{event.worker}: " if event.worker else ""
             self.sink.say(f"{place}{event.sentence}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from tightrank.breaker import Breaker
 from tightrank.decide import RESTARTS, STEADY_SECONDS
 from tightrank.errors import CAUSES
 from tightrank.generation import Generation
+from tightrank.hygiene import Rules
 from tightrank.plan import for_generation
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.process import ProcessTable
@@ -49,6 +50,7 @@ class Surroundings:
     next_generation: Callable[[str], int]
     guard_stops: Callable[[], int]
     breaker: Breaker
+    hygiene: Rules = field(default_factory=Rules)
 
 
 class Worker:
@@ -182,7 +184,8 @@ class Worker:
         try:
             self.generation = self._around.next_generation(self.template.name)
             spec = for_generation(self.template, self.generation, self._around.state_directory)
-            self.run = Generation(spec, self._around.environment, self._around.guard_stops(), self._say, now)
+            self.run = Generation(spec, self._around.environment, self._around.guard_stops(), self._say, now,
+                                  self._around.hygiene)
         except OSError as error:
             self._count_failure()
             self._blame(_spawn_failed(error))
@@ -209,12 +212,15 @@ class Worker:
         self._failed_at_start = self.phase is Phase.STARTING
         spec = self.run.spec
         patience = spec.drain_seconds if on_request else act.EVIDENCE_SECONDS
-        self._ending = act.Ending(self.run.launched.main, spec.listens(), now, patience, on_request)
+        self.run.traces.note([process.pid for process in self.run.known])
+        self._ending = act.Ending(self.run.launched.main, spec.listens(), now, patience, on_request, self.run.traces)
         self._gone = self._ended = False
         self._enter(Phase.STOPPING, now)
 
     def _back_off(self, decision: Decision, now: float) -> None:
         self._close()
+        if decision.diagnosis is not None and decision.diagnosis != self.diagnosis:
+            self._blame(decision.diagnosis)
         self.next_start = now + decision.delay_seconds
         self._enter(Phase.BACKING_OFF, now)
 
