@@ -93,7 +93,7 @@ class Traces:
             os.mkdir(self._record.temporary, 0o700)
             return True
         except OSError as error:             # the engine has the one it would have had
-            self._say(f"{self._record.temporary}: cannot be made ({error.strerror}): what the engine leaves in TMPDIR will stay")
+            self._say(f"{self._record.temporary}: cannot be made ({error.strerror}): what the engine leaves in TMPDIR stays")
             self._record.temporary = ""
             self._write()
             return False
