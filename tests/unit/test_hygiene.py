@@ -82,6 +82,13 @@ def opened(tmp_path: Path, said: list[str]) -> Callable[..., tuple[Traces, Worke
     hygiene.shutil.rmtree(f"/tmp/t{os.getpid()}", ignore_errors=True)
 
 
+def ended(traces: Traces, now: float = NOW) -> bool:
+    """After its removal."""
+    traces.step(now)
+    traces._removal.join(30)
+    return traces.step(now)
+
+
 Opened = Callable[..., tuple[Traces, WorkerSpec]]
 
 
@@ -103,7 +110,7 @@ def test_what_the_tree_held_and_what_engines_name_goes_and_nothing_else(opened: 
     (shm / "psm_0000000e").symlink_to(shm / "weights.bin")
     since = traces._record.since_ns
     traces._record.since_ns = max(since, os.lstat(shm / "psm_00000001").st_ctime_ns + 1)
-    assert traces.step(NOW)
+    assert ended(traces)
     assert sorted(path.name for path in shm.iterdir()) == [
         "psm_00000001", "psm_00000002", "psm_00000003.bak", "psm_0000000d", "psm_0000000e", "psm_notours", "weights.bin",
         "x-nccl-1"]
@@ -121,7 +128,7 @@ def test_a_file_that_took_a_name_that_was_ours_is_another(opened: Opened, shm: P
     (shm / "new").write_text("a person's")
     (shm / "new").replace(shm / "of_a_library")
     mine.close()
-    assert traces.step(NOW) and (shm / "of_a_library").exists()
+    assert ended(traces) and (shm / "of_a_library").exists()
 
 
 @pytest.mark.parametrize("how", ["read", "write", "map"])
@@ -147,7 +154,7 @@ def test_the_engine_has_a_temporary_directory_that_goes_with_it(opened: Opened, 
     (directory / "pymp-x").mkdir()
     (directory / "pymp-x" / "listener").write_text("")
     (directory / "7c3a").write_text("")
-    assert traces.step(NOW) and not directory.exists()
+    assert ended(traces) and not directory.exists()
     assert said == ["removed what it left: 2 temporary files"]
 
 
@@ -160,7 +167,7 @@ def test_a_long_or_closed_tmpdir_stays_the_engines(tmp_path: Path, said: list[st
     for base in ("/tmp/" + "x" * 80, "/proc"):
         own = spec(tmp_path, TMPDIR=base)
         traces = Traces(own, {}, Rules(), said.append)
-        assert traces.open(own, {}) == own and traces.step(NOW)
+        assert traces.open(own, {}) == own and ended(traces)
     assert len(said) == 1 and said[0].startswith("/proc/tightrank-") and list(sweep(tmp_path)) == []
 
 
@@ -198,7 +205,7 @@ def test_a_full_disk_while_it_lives_loses_nothing(opened: Opened, shm: Path, mon
     traces.note([os.getpid()])
     assert mine is not None
     mine.close()
-    assert traces.step(NOW) and list(shm.iterdir()) == []
+    assert ended(traces) and list(shm.iterdir()) == []
 
 
 def test_device_memory_is_waited_for_and_then_named(opened: Opened) -> None:
@@ -206,7 +213,7 @@ def test_device_memory_is_waited_for_and_then_named(opened: Opened) -> None:
     traces, _ = opened(Rules(limit_seconds=30, tolerance_bytes=GIB, reader=reader))
     traces.look([7], ["0000:01:00.0"], NOW)
     reader.free, reader.by = 10 * GIB, {7: 70 * GIB}
-    assert not traces.step(NOW) and traces.trouble(NOW + 29) is None
+    assert not ended(traces) and traces.trouble(NOW + 29) is None
     found = traces.trouble(NOW + 31)
     assert found is not None and (found.cause, found.restart_helps) == ("device-memory-not-released", True)
     assert "10240 MiB free, 81920 before" in found.summary and "pid 7 (71680 MiB)" in found.summary
@@ -230,8 +237,7 @@ def test_the_weights_leave_the_page_cache_when_asked(opened: Opened, tmp_path: P
     monkeypatch.setattr(hygiene, "_forget_pages", asked.append)
     for drop in (False, True):
         traces, _ = opened(Rules(drop_weights=drop))
-        while not traces.step(NOW):
-            pass
+        assert ended(traces)
         assert asked == [str(tmp_path)] * drop
 
 

@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class _Record:
 class Traces:
     """One generation's traces, from before its start to after its end. `say` takes sentences for the journal.
 
-    All methods are called from the daemon's main thread; only forgetting the weights' pages takes long, and has a thread.
+    Called from the daemon's main thread. The removal has a thread: a large segment takes the kernel seconds to free.
     """
 
     def __init__(self, spec: WorkerSpec, environment: Mapping[str, str], rules: Rules, say: Callable[[str], None]) -> None:
@@ -77,7 +77,8 @@ class Traces:
         self._looked = float("-inf")
         self._stamp = -1
         self._began: float | None = None     # the end: when the tree was found gone
-        self._pages: threading.Thread | None = None
+        self._removal = threading.Thread(target=self.remove, name="hygiene", daemon=True)
+        self._sentences: list[str] = []
         self._missing = ""
 
     def open(self, spec: WorkerSpec, environment: Mapping[str, str]) -> WorkerSpec:
@@ -119,9 +120,14 @@ class Traces:
         """When the tree is gone: removes what is left. True when all is as it was before the start."""
         if self._began is None:
             self._began = now
-            self._remove()
+            self._removal.start()
+        if self._removal.is_alive() and now - self._began < self._rules.limit_seconds:
+            return False
+        for sentence in self._sentences:
+            self._say(sentence)
+        self._sentences = []
         self._missing = self._devices.missing(self._used, self._record.pids)
-        return not self._missing and not (self._pages is not None and self._pages.is_alive())
+        return not self._missing
 
     def trouble(self, now: float) -> Diagnosis | None:
         """What is not as before although the tree is gone for the limit."""
@@ -132,18 +138,16 @@ class Traces:
                          "see who holds it (nvidia-smi); hygiene.tolerance is what may be missing, hygiene.limit the time",
                          cause.restart_helps)
 
-    def _remove(self) -> None:
+    def remove(self) -> None:
+        """All that is left, now."""
         gone, kept = self._record.remove()
-        if gone:
-            self._say(f"removed what it left: {gone}")
-        if kept:
-            self._say(f"left alone, since another process holds it: {', '.join(kept[:5])} in /dev/shm")
+        self._sentences += _words("it", gone, kept)
         available = _available()
-        if self._available is not None and available is not None and self._available - available > _HOST_TOLERANCE_BYTES:
-            self._say(f"host memory: {(self._available - available) >> 20} MiB less is available than before the start")
+        less = self._available - available if available >= 0 else 0
+        if less > _HOST_TOLERANCE_BYTES:
+            self._sentences.append(f"host memory: {less >> 20} MiB less are available than before the start")
         if self._rules.drop_weights:
-            self._pages = threading.Thread(target=_forget_pages, args=(self._model,), name="forget-pages", daemon=True)
-            self._pages.start()
+            _forget_pages(self._model)
         self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
@@ -160,11 +164,13 @@ def sweep(run: Path) -> Iterator[str]:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             yield f"{path}: not readable ({error}): what its generation left is not known"
             gone, kept = "", []
-        if gone:
-            yield f"removed what {path.name.removesuffix(SUFFIX)} left: {gone}"
-        if kept:
-            yield f"left alone, since another process holds it: {', '.join(kept[:5])} in /dev/shm"
+        yield from _words(path.name.removesuffix(SUFFIX), gone, kept)
         path.unlink(missing_ok=True)
+
+
+def _words(who: str, gone: str, kept: Sequence[str]) -> list[str]:
+    removed = [f"removed what {who} left: {gone}"] if gone else []
+    return removed + ([f"left alone, since another process holds it: {', '.join(kept[:5])} in /dev/shm"] if kept else [])
 
 
 def _read(path: Path) -> _Record:
@@ -203,11 +209,12 @@ def _remove_tree(directory: str) -> int:
     return count
 
 
-def _available() -> int | None:
+def _available() -> int:
+    """MemAvailable; -1 where it cannot be read."""
     try:
         return memory.meminfo(memory.read("/proc", "meminfo"))["MemAvailable"]
     except (OSError, ValueError, KeyError):
-        return None
+        return -1
 
 
 def _forget_pages(model: str) -> None:

@@ -44,12 +44,15 @@ def remove(segments: Mapping[str, int], since_ns: int) -> tuple[dict[str, int], 
     """Removes a generation's files. ({name: bytes} of what went, names of what others hold)."""
     gone, kept = {}, []
     for name, stat in _ours(segments, since_ns):
-        if not free(SHM / name):
+        try:
+            if free(SHM / name):
+                os.unlink(SHM / name)
+                gone[name] = stat.st_blocks * 512
+                continue
+        except OSError:                 # gone already, or not ours to remove
+            pass
+        if _stat(SHM / name) is not None:
             kept.append(name)
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(SHM / name)
-            gone[name] = stat.st_blocks * 512
     return gone, kept
 
 
@@ -101,9 +104,10 @@ def remove_sysv(pids: Collection[int], since_ns: int) -> int:
 
 def _sysv(pids: Collection[int], since_ns: int) -> Iterator[int]:
     try:
-        names, *rows = (line.split() for line in SYSV.read_text().splitlines())
-    except (OSError, ValueError):
+        names, *lines = (line.split() for line in SYSV.read_text().splitlines())
+        rows = [dict(zip(names, map(int, line), strict=True)) for line in lines]
+    except (OSError, ValueError):       # a kernel without it
         return
-    for row in (dict(zip(names, map(int, row), strict=True)) for row in rows):
+    for row in rows:
         if row["cpid"] in pids and row["nattch"] == 0 and row["cuid"] == os.geteuid() and row["ctime"] >= since_ns // 10**9:
             yield row["shmid"]
