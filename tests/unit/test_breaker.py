@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tightrank import breaker
+from tightrank import breaker, host
 from tightrank.breaker import GIVEN_UP_SECONDS, Breaker, Standing, facts
 from tightrank.errors import CAUSES, EXIT_CONFIG, EXIT_TEMPORARY, EXIT_UNAVAILABLE
 from tightrank.host import HostFacts
@@ -39,8 +39,8 @@ def told() -> list[str]:
 @pytest.fixture
 def make(tmp_path: Path, told: list[str]) -> Callable[..., Breaker]:
     """A breaker of one state directory: called again, it is the next supervisor's."""
-    def build(host: HostFacts = HOST, release: str | None = "0.32.0", **environment: str) -> Breaker:
-        return Breaker(tmp_path / "breaker.json", facts(host, release), environment, told.append)
+    def build(on: HostFacts = HOST, release: str | None = "0.32.0", **environment: str) -> Breaker:
+        return Breaker(tmp_path / "breaker.json", facts(on, release), environment, told.append)
 
     return build
 
@@ -81,15 +81,22 @@ def test_a_changed_configuration_engine_model_or_host_has_another_key(make: Call
     same = make().key(spec)
     assert make(VLLM_X="", HOSTNAME="a").key(spec) == make(VLLM_X="", HOSTNAME="b").key(spec)
     assert make().key(replace(spec, generation=7, run_directory="/r", notes=("a note",))) == same
-    assert make(host=replace(HOST, mem_total_bytes=(64 << 30) + 4096)).key(spec) == same      # of another boot
+    assert make(on=replace(HOST, mem_total_bytes=(64 << 30) + 4096)).key(spec) == same      # of another boot
     others = [make().key(replace(spec, argv=(*spec.argv, "--max-model-len", "8192"))), make().key(replace(spec, port=8002)),
               make().key(replace(spec, env={"VLLM_API_KEY": "sk-other"})), make().key(replace(spec, hooks={})),
               make(VLLM_CPU_KVCACHE_SPACE="1").key(spec), make(release="0.33.0").key(spec), make(release=None).key(spec),
-              make(host=replace(HOST, mem_total_bytes=128 << 30)).key(spec), make(host=replace(HOST, devices=())).key(spec),
-              make(host=replace(HOST, cgroup_limit_bytes=8 << 30)).key(spec)]
+              make(on=replace(HOST, mem_total_bytes=128 << 30)).key(spec), make(on=replace(HOST, devices=())).key(spec),
+              make(on=replace(HOST, cgroup_limit_bytes=8 << 30)).key(spec)]
     (model / "config.json").write_text("{} ")
     others.append(make().key(spec))
     assert len({same, *others}) == 1 + len(others)
+
+
+def test_accelerators_are_facts_of_the_host(tmp_path: Path) -> None:
+    assert host.read(tmp_path, tmp_path, tmp_path) == HostFacts(None, None, ())
+    for name in ("driver/nvidia/gpus/0000:01:00.0", "bus/pci/drivers/amdgpu/0000:03:00.0", "bus/pci/drivers/amdgpu/module"):
+        (tmp_path / name).mkdir(parents=True)
+    assert host.read(tmp_path, tmp_path, tmp_path).devices == ("0000:01:00.0", "0000:03:00.0")
 
 
 def test_a_file_of_another_tree_keeps_no_secret(make: Callable[..., Breaker], tmp_path: Path) -> None:
