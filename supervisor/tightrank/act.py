@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tightrank.errors import CAUSES
+from tightrank.hygiene import Traces
 from tightrank.readers.process import Process, ProcessTable, read_process
 from tightrank.records import Diagnosis, ProcessId
 
@@ -48,12 +49,13 @@ def port_free(host: str, port: int) -> bool:
 @dataclass(slots=True)
 class Ending:
     """Ends one generation: SIGTERM to the engine's main process only (a signal to the group breaks its drain), after
-    `patience_seconds` SIGKILL to every process of the tree, then wait until no process and no port is left."""
+    `patience_seconds` SIGKILL to every process of the tree, then wait until no process, no port and no trace is left."""
     main: ProcessId
     listens: tuple[tuple[str, int], ...]     # (host, port)
     began_monotonic: float
     patience_seconds: float
     ask: bool                            # SIGTERM first; otherwise the tree is killed after the patience
+    traces: Traces
     killed_monotonic: float | None = None
     forced: bool = False                 # the drain did not end in time
     _asked: bool = False
@@ -80,7 +82,7 @@ class Ending:
         if self.killed_monotonic is not None:
             for process in self._left:
                 send(process.id, signal.SIGKILL)
-            return not self._left and not self._held()
+            return not self._left and not self._held() and self.traces.step(now)
         return False
 
     def _held(self) -> list[tuple[str, int]]:
@@ -90,14 +92,17 @@ class Ending:
         return all(process.id != self.main for process in self._left)
 
     def trouble(self, now: float) -> Diagnosis | None:
-        """What is still there although it was killed END_SECONDS ago."""
+        """What is still there although it was killed END_SECONDS ago, or not as before when its time is over."""
         if self.killed_monotonic is None or now - self.killed_monotonic < END_SECONDS:
             return None
         if self._left:
             names = ", ".join(f"{process.name} (pid {process.id.pid}, state {process.state})" for process in self._left[:5])
             return _diagnosis("process-unkillable", f"still there {END_SECONDS:.0f} s after SIGKILL: {names}",
                               "a process in state D waits in the kernel (a driver, a disk); the host may need a reboot")
-        host, port = next(iter(self._held()), self.listens[0])
+        held = self._held()
+        if not held:
+            return self.traces.trouble(now)
+        host, port = held[0]
         return _diagnosis("port-not-released", f"port {port} on {host} is held by a process that is not ours",
                           f"find it (ss -ltnp 'sport = :{port}') and end it")
 

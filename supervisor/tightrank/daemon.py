@@ -18,11 +18,11 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-from tightrank import act, api, decide, host, inputs, plan, serve, sockets, status
+from tightrank import act, api, breaker, check, decide, engines, host, hygiene, inputs, plan, serve, sockets, status
 from tightrank.adapter import pages
 from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
-from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
+from tightrank.errors import CAUSES, EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
 from tightrank.generation import Generations
 from tightrank.logs import Sink
 from tightrank.readers.engine_http import Prober
@@ -42,6 +42,7 @@ COALESCE_SECONDS = 0.02                      # what comes together is read toget
 FAULTS_IN_A_ROW = 20                         # ticks that raise, then the daemon ends and the guard starts it again
 DESCRIPTORS = 1 << 16                        # as many as we may have: HTTP clients must not take those that readings need
 ROUNDS = 50                           # x COALESCE_SECONDS: what forks while it is ended is met again
+SHOWN_SECONDS = 2.0                          # a reason can be read for this long before `on_failed: exit` ends it
 _ENDED = (Phase.STOPPED, Phase.FAILED)
 _MOVING = (Phase.STARTING, Phase.STOPPING, Phase.BACKING_OFF)
 
@@ -64,10 +65,15 @@ class Daemon:
         self.prober = Prober(self.wake)
         self.guard = GuardReader(self.state / "run")
         self.kernel = KernelLog()
-        self.watch = Watch(MemoryReader(), self.guard, NvidiaReader())
+        nvidia = NvidiaReader()
+        self.watch = Watch(MemoryReader(), self.guard, nvidia)
         self.beat = pages.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
-        around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops)
-        self.specs = plan.build(config, host.read(), inputs.read(config, os.environ))
+        facts = host.read()
+        self.specs = plan.build(config, facts, inputs.read(config, os.environ))
+        around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops,
+                              self._breaker(facts), hygiene.Rules(
+                                  config.hygiene.limit_seconds, config.hygiene.tolerance_bytes,
+                                  config.hygiene.drop_page_cache == "weights", nvidia))
         self.workers = [Worker(spec, around) for spec in self.specs]
         self.requests = api.Requests(self.wake)
         self.stops = 0                       # SIGTERMs so far
@@ -120,6 +126,7 @@ class Daemon:
         for worker in self.workers:
             worker.step_ending(self.watch.table, snapshot.monotonic)
         self._publish(snapshot)
+        self._leave_failed(snapshot.monotonic)
 
     # --- one tick, in order -------------------------------------------------------------------------------------------
 
@@ -161,6 +168,13 @@ class Daemon:
         if self.sink.trouble != self.log_trouble:
             self.log_trouble = self.sink.trouble
             self._say("daemon", f"logs: {self.log_trouble or 'written again'}")
+
+    def _leave_failed(self, now: float) -> None:
+        """`on_failed: exit`: as if it was told to stop."""
+        failed = [worker for worker in self.workers if worker.phase is Phase.FAILED and now - worker.since >= SHOWN_SECONDS]
+        if failed and not self.stops and self.config.on_failed == "exit":
+            self._say("daemon", f"{failed[0].template.name} failed for good: draining the others, then the end (on_failed)")
+            self.stops = 1
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -209,14 +223,20 @@ class Daemon:
             for process in left:
                 act.send(process.id, signal.SIGKILL)
             time.sleep(COALESCE_SECONDS)
+        self._sweep()
         self._say("daemon", "the guard is gone: all engines were ended")
 
     def _exit_code(self) -> int:
-        if self.orphaned or any(worker.forced_end for worker in self.workers):
+        if self.orphaned:
             return EXIT_TEMPORARY
-        failed = any(worker.phase is Phase.FAILED for worker in self.workers)
         self._say("daemon", "daemon ended")
-        return EXIT_UNAVAILABLE if failed else 0
+        codes = {CAUSES[worker.diagnosis.cause].exit_code for worker in self.workers
+                 if worker.phase is Phase.FAILED and worker.diagnosis is not None}
+        if self.config.on_failed == "exit" and codes:
+            return max(codes - {EXIT_TEMPORARY}, default=EXIT_TEMPORARY)
+        if any(worker.forced_end for worker in self.workers):
+            return EXIT_TEMPORARY
+        return EXIT_UNAVAILABLE if codes else 0
 
     def _end_leftovers(self) -> None:
         """Ends what a supervisor of this state directory that died whole has left behind, before anything is started."""
@@ -226,13 +246,25 @@ class Daemon:
                 if act.send(process, signal.SIGKILL):
                     self._say("daemon", f"ended a leftover of an earlier run: pid {process.pid}")
             if not left:
-                return
+                break
             time.sleep(COALESCE_SECONDS)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        for sentence in hygiene.sweep(self.state / "run"):
+            self._say("hygiene", sentence)
 
     # --- small things -------------------------------------------------------------------------------------------------
 
     def _worker(self, name: str) -> Worker:
         return next(worker for worker in self.workers if worker.template.name == name)
+
+    def _breaker(self, facts: host.HostFacts) -> breaker.Breaker:
+        spec = self.specs[0]                 # one engine for all workers
+        path = {**os.environ, **spec.env}.get("PATH", os.defpath)
+        release = check.installed_release(spec.argv, engines.get(spec.engine).distribution, path)
+        return breaker.Breaker(self.state / "breaker.json", breaker.facts(facts, release), os.environ,
+                               partial(self._say, "daemon"))
 
     def _drain_wake_pipe(self) -> None:
         try:
@@ -255,7 +287,7 @@ class Daemon:
 
     def _write(self, event: Event) -> None:
         self.journal.append(event)
-        if event.kind in ("phase", "decision", "cause", "daemon"):
+        if event.kind in ("phase", "decision", "cause", "daemon", "hygiene"):
             place = f"{event.worker}: " if event.worker else ""
             self.sink.say(f"{place}{event.sentence}")
 

@@ -255,15 +255,22 @@ def _after_failure(case: _Case, diagnosis: Diagnosis) -> Decision:
     if view.failures_in_row > policy.restarts:
         return case.decision(ActionKind.FAIL, f"failed {view.failures_in_row} times in a row, giving up: "
                                               f"{diagnosis.summary}", diagnosis)
-    base = policy.backoff_first_seconds * 2 ** max(view.failures_in_row - 1, 0)
+    return _pause(case, diagnosis)
+
+
+def _pause(case: _Case, diagnosis: Diagnosis | None) -> Decision:
+    failures, policy = case.view.failures_in_row, case.policy
+    base = policy.backoff_first_seconds * 2 ** min(max(failures - 1, 0), 64)     # a float has an end
     delay = min(base, policy.backoff_longest_seconds) * (1 + policy.jitter())
     return case.decision(ActionKind.BACK_OFF, f"starting again in {delay:.1f} s "
-                         f"(failure {view.failures_in_row} of at most {policy.restarts} in a row)", diagnosis, delay)
+                         f"(failure {failures} of at most {policy.restarts} in a row)", diagnosis, delay)
 
 
 def _time_to_start(case: _Case) -> Decision | None:
     due = case.view.next_start_monotonic
-    if due is None or case.snapshot.monotonic < due:
+    if due is None:                       # a supervisor before this one has counted failures: they make a pause here too
+        return _pause(case, None)
+    if case.snapshot.monotonic < due:
         return None
     available, wanted = case.snapshot.memory.available_bytes, case.policy.floor_bytes + case.policy.margin_bytes
     if available is not None and available < wanted:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 EXIT_CONFIG = 78         # sysexits EX_CONFIG: nothing was started; change the configuration
 EXIT_UNAVAILABLE = 69    # EX_UNAVAILABLE: a worker failed with a cause that no restart fixes
@@ -11,22 +12,34 @@ EXIT_SOFTWARE = 70       # EX_SOFTWARE: a fault of ours
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A named reason for a failure. `restart_helps`: whether the same start may succeed next time."""
+    """A named reason for a failure. `restart_helps`: whether the same start may succeed next time.
+
+    `lasts`: what it is a fact of, where no restart helps. configuration: it stays until that changes (breaker.py keeps
+    it on disk); boot: until the host is booted again; moment: what stood in the way may be gone when a supervisor starts.
+    """
     id: str
     meaning: str
     restart_helps: bool
+    lasts: Literal["configuration", "boot", "moment"] = "configuration"
 
     @property
     def runbook(self) -> str:
         """Where it is written what to do, from the root of the repository."""
         return f"docs/runbooks/causes.md#{self.id}"
 
+    @property
+    def exit_code(self) -> int:
+        """What a supervisor ends with that does not hold a worker which failed for good."""
+        if self.restart_helps:
+            return EXIT_TEMPORARY
+        return EXIT_CONFIG if self.lasts == "configuration" else EXIT_UNAVAILABLE
+
 
 _ALL = (
     # configuration: exit 78, nothing started
     Cause("config-invalid", "The configuration has an unknown key or a value outside its range.", False),
     Cause("model-directory-missing", "The model directory is not there or has no readable config.json.", False),
-    Cause("port-taken", "A port that a worker or the supervisor needs is in use.", False),
+    Cause("port-taken", "A port that a worker or the supervisor needs is in use.", False, "moment"),
     Cause("state-directory-unusable", "The state directory cannot be made or written.", False),
     Cause("state-directory-in-use", "Another supervisor holds the state directory.", False),
     Cause("engine-binary-missing", "The engine's program is not there or not executable.", False),
@@ -34,8 +47,9 @@ _ALL = (
     # sizing at start: no restart can fix them
     Cause("kv-pool-too-small", "Weights and activations leave no room for the KV cache.", False),
     Cause("context-exceeds-kv-pool", "The KV cache cannot hold one request of the maximum length.", False),
-    Cause("device-memory-taken", "Too little device memory is free at start for what the engine was told to use.", False),
-    Cause("host-memory-too-small", "Host memory cannot hold what the engine was told to reserve.", False),
+    Cause("device-memory-taken", "Too little device memory is free at start for what the engine was told to use.", False,
+          "moment"),
+    Cause("host-memory-too-small", "Host memory cannot hold what the engine was told to reserve.", False, "moment"),
     Cause("graph-capture-out-of-memory", "CUDA graph capture ran out of memory.", False),
     Cause("state-cache-too-small", "The hybrid (mamba / linear attention) state cache cannot hold the requests.", False),
     Cause("tensor-parallel-invalid", "The model's heads cannot be divided by the tensor parallel size.", False),
@@ -82,8 +96,9 @@ _ALL = (
     Cause("start-stalled", "The engine made no progress while starting.", True),
     Cause("canary-failed", "The engine says it is healthy and did not answer a real request.", True),
     Cause("guard-floor", "Available memory fell under the guard's floor; the guard ended all ranks.", True),
-    Cause("process-unkillable", "A process stayed in state D after SIGKILL.", False),
+    Cause("process-unkillable", "A process stayed in state D after SIGKILL.", False, "boot"),
     Cause("port-not-released", "A port of the worker stayed in use after its tree was ended.", True),
+    Cause("device-memory-not-released", "Device memory of a generation was not free again after its tree was ended.", True),
     Cause("spawn-failed", "The engine's process could not be started.", True),
     Cause("unknown", "The engine ended and nothing it printed says why.", True),
 )

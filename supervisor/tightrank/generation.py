@@ -17,6 +17,7 @@ from tightrank.adapter import wire
 from tightrank.config.flags import MASK
 from tightrank.diagnose import headroom
 from tightrank.errors import ConfigError
+from tightrank.hygiene import Rules, Traces
 from tightrank.logs import RING_LINES
 from tightrank.plan import masked
 from tightrank.readers import kernel
@@ -76,9 +77,15 @@ class Generation:
     `say(kind, sentence, data)` receives events. All methods are called from the daemon's main thread and never wait.
     """
 
-    def __init__(self, spec: WorkerSpec, environment: Mapping[str, str], guard_stops: int, say: Say, now: float) -> None:
-        self.spec = spec
-        self.launched = launch.spawn(spec, environment)
+    def __init__(self, spec: WorkerSpec, environment: Mapping[str, str], guard_stops: int, say: Say, now: float,
+                 rules: Rules | None = None) -> None:
+        self.traces = Traces(spec, environment, rules or Rules(), lambda sentence: say("hygiene", sentence, {}))
+        self.spec = spec = self.traces.open(spec, environment)
+        try:
+            self.launched = launch.spawn(spec, environment)
+        except OSError:
+            self.traces.remove()
+            raise
         self.ranks = RankReader(Path(spec.run_directory), spec.name, spec.generation)
         self.guard_stops = guard_stops
         self.started = self.progress = now
@@ -188,6 +195,8 @@ class Generation:
             self._meet(rank)
         self.known = {self.launched.main, *self._hellos, *(process.id for process in reading.processes)}
         self._pids |= {process.pid for process in self.known}
+        self.traces.look([process.id.pid for process in reading.processes],
+                         [rank.device for rank in reading.ranks if rank.device is not None], now)
         if "headroom" in self.spec.hooks:
             self._size(reading)
         for problem in set(reading.problems) - self._problems:

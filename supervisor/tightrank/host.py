@@ -11,14 +11,21 @@ _UNLIMITED = 2**62
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """`cgroup_limit_bytes`: None is no limit."""
+    """`cgroup_limit_bytes`: None is no limit. `devices`: the PCI addresses of its accelerators."""
     mem_total_bytes: int | None
     cgroup_limit_bytes: int | None
+    devices: tuple[str, ...] = ()
 
 
-def read(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> HostFacts:
+def read(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup"), sys: Path = Path("/sys")) -> HostFacts:
     """One look at the host. Never raises for something that is missing."""
-    return HostFacts(mem_total_bytes=_mem_total(proc), cgroup_limit_bytes=_cgroup_limit(proc, cgroup))
+    return HostFacts(mem_total_bytes=_mem_total(proc), cgroup_limit_bytes=_cgroup_limit(proc, cgroup),
+                     devices=_devices(proc / "driver/nvidia/gpus", sys / "bus/pci/drivers/amdgpu"))
+
+
+def _devices(*drivers: Path) -> tuple[str, ...]:
+    """What the drivers hold. Their directories name devices by PCI address, among other things: 0000:01:00.0."""
+    return tuple(sorted(path.name for driver in drivers if driver.is_dir() for path in driver.iterdir() if ":" in path.name))
 
 
 def _text(path: Path) -> str:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightrank import act, engines, launch
 from tightrank.adapter import wire
+from tightrank.breaker import Breaker
 from tightrank.decide import RESTARTS, STEADY_SECONDS
 from tightrank.errors import CAUSES
 from tightrank.generation import Generation
+from tightrank.hygiene import Rules
 from tightrank.plan import for_generation
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.process import ProcessTable
@@ -47,6 +49,8 @@ class Surroundings:
     prober: Prober
     next_generation: Callable[[str], int]
     guard_stops: Callable[[], int]
+    breaker: Breaker
+    hygiene: Rules = field(default_factory=Rules)
 
 
 class Worker:
@@ -54,16 +58,18 @@ class Worker:
 
     def __init__(self, template: WorkerSpec, around: Surroundings) -> None:
         self.template = template
-        self.phase = Phase.BACKING_OFF
+        self._key = around.breaker.key(template)      # of the last start
+        before = around.breaker.standing(template.name, self._key)
+        self.phase = Phase.BACKING_OFF if before.diagnosis is None else Phase.FAILED
         self.since = time.monotonic()
         self.since_unix = time.time()
-        self.next_start: float | None = self.since
+        self.next_start: float | None = None if before.failures else self.since
         self.generation = 0
         self.restarts = 0
         self.forced_end = False            # the last drain did not end in time
-        self.diagnosis: Diagnosis | None = None
+        self.diagnosis = before.diagnosis
         self.run: Generation | None = None
-        self._failures = 0                 # in a row
+        self._failures = before.failures   # in a row
         self._ending: act.Ending | None = None
         self._gone = self._ended = False   # the tree; the tree, and its last words are read
         self._restart_wanted = False
@@ -72,6 +78,10 @@ class Worker:
         self._around = around
         self._events: list[Event] = []
         self._last_tail: tuple[str, ...] = ()
+        if before.diagnosis is not None:
+            cause = before.diagnosis.cause
+            self._say("cause", f"{cause}: not started: it failed for good under an earlier supervisor; configuration, engine, "
+                      f"model and host are as they were. `tightrank resume {template.name}` starts it", {"cause": cause})
 
     # --- what comes in ------------------------------------------------------------------------------------------------
 
@@ -103,8 +113,8 @@ class Worker:
         self.run.remember_memory(snapshot.memory.available_bytes, snapshot.guard.get("lowest_available_bytes"), now)
         if self.phase is Phase.STARTING:
             self.run.step_probe(self._around.prober, now)
-        if self.phase is Phase.UP and now - self.since > STEADY_SECONDS:
-            self._failures = 0
+        if self._failures and self.phase is Phase.UP and now - self.since > STEADY_SECONDS:
+            self._forget_failures()
 
     # --- what decide and the loop see ---------------------------------------------------------------------------------
 
@@ -171,16 +181,18 @@ class Worker:
 
     def _start(self, decision: Decision, now: float) -> None:
         if self.phase in (Phase.FAILED, Phase.STOPPED):
-            self._failures = 0             # a person asked: what was wrong may be mended
+            self._forget_failures()        # a person asked: what was wrong may be mended
+        self._key = self._around.breaker.key(self.template)
         self._close()
         self.restarts += self.generation > 0
         self._restart_wanted = self.forced_end = False
         try:
             self.generation = self._around.next_generation(self.template.name)
             spec = for_generation(self.template, self.generation, self._around.state_directory)
-            self.run = Generation(spec, self._around.environment, self._around.guard_stops(), self._say, now)
+            self.run = Generation(spec, self._around.environment, self._around.guard_stops(), self._say, now,
+                                  self._around.hygiene)
         except OSError as error:
-            self._failures += 1
+            self._count_failure()
             self._blame(_spawn_failed(error))
             self._ended = True             # there is nothing to end: whether and when to try again is decided as always
             self._enter(Phase.STOPPING, now)
@@ -199,18 +211,21 @@ class Worker:
         assert self.run is not None
         on_request = decision.diagnosis is None
         if decision.diagnosis is not None:
-            self._failures += 1
+            self._count_failure()
             self._blame(decision.diagnosis)
         self._restart_wanted = decision.reason in RESTARTS
         self._failed_at_start = self.phase is Phase.STARTING
         spec = self.run.spec
         patience = spec.drain_seconds if on_request else act.EVIDENCE_SECONDS
-        self._ending = act.Ending(self.run.launched.main, spec.listens(), now, patience, on_request)
+        self.run.traces.note([process.pid for process in self.run.known])
+        self._ending = act.Ending(self.run.launched.main, spec.listens(), now, patience, on_request, self.run.traces)
         self._gone = self._ended = False
         self._enter(Phase.STOPPING, now)
 
     def _back_off(self, decision: Decision, now: float) -> None:
         self._close()
+        if decision.diagnosis is not None and decision.diagnosis != self.diagnosis:
+            self._blame(decision.diagnosis)
         self.next_start = now + decision.delay_seconds
         self._enter(Phase.BACKING_OFF, now)
 
@@ -218,6 +233,7 @@ class Worker:
         self._close()
         if decision.diagnosis is not None and decision.diagnosis != self.diagnosis:
             self._blame(decision.diagnosis)
+        self._around.breaker.keep(self.template.name, self._key, self._failures, self.diagnosis)
         self._enter(Phase.FAILED, now)
 
     def _rest(self, decision: Decision, now: float) -> None:
@@ -232,6 +248,14 @@ class Worker:
             self._last_tail = self.run.tail()
             self.run.close()
             self.run = None
+
+    def _count_failure(self) -> None:
+        self._failures += 1
+        self._around.breaker.keep(self.template.name, self._key, self._failures)
+
+    def _forget_failures(self) -> None:
+        self._failures = 0
+        self._around.breaker.forget(self.template.name)
 
     # --- what goes out ------------------------------------------------------------------------------------------------
 

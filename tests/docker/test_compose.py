@@ -128,6 +128,14 @@ def test_a_start_that_cannot_work_is_tried_once(stack: Stack) -> None:
     assert (seen["phase"], seen["generation"]) == ("failed", 1)
     status, body = stack.chat()
     assert status == 503 and "kv-pool-too-small" in json.dumps(body), body
+    for _ in range(2):                     # as a host's reboot or a nervous operator does; it is the same start again
+        docker_daemon.run("docker", "restart", stack.inspect("worker")["Id"])
+        time.sleep(CALM_SECONDS / 4)
+        assert stack.wait_cause("kv-pool-too-small")["phase"] == "failed"
+    time.sleep(CALM_SECONDS)
+    seen = stack.supervisor("worker", "/events?limit=2048")["events"]
+    assert sum(event["kind"] == "phase" and event["data"].get("to") == "starting" for event in seen) == 1
+    assert sum("daemon started" in event["sentence"] for event in seen) == 3
 
 
 def test_the_profile_pd_answers_through_a_real_pair(stack: Stack) -> None:

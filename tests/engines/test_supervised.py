@@ -15,9 +15,11 @@ import pytest
 from deployment import Deployment, gone
 from helpers import wait_until
 from raw_engine import CACHE, interpreter, with_settings
+from tightrank.hygiene import shared
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
+SHM = Path("/dev/shm")
 START_SECONDS = 240        # vLLM on busy cores; 20 s on quiet ones
 COMMANDS = {"vllm": ("bin/vllm", "serve"), "sglang": ("bin/python", "-m", "sglang.launch_server")}
 ENVIRONMENTS = {"vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
@@ -58,17 +60,35 @@ def up(deployment: Deployment, generation: int) -> dict[str, Any]:
 
 
 def killed_and_back(deployment: Deployment, role: str, generation: int) -> None:
-    """SIGKILL of one process: 503 within 1 s, no process and no port within 10 s, then up again."""
-    tree = deployment.tree()
+    """SIGKILL of one process: 503 within 1 s, no process and no port within 10 s, no trace; then up again."""
+    tree, left = deployment.tree(), traces(deployment, generation - 1)
     os.kill(deployment.pid(role), signal.SIGKILL)
     wait_until(lambda: deployment.get("/readyz").status_code == 503, 1.0, f"503 after the death of {role}")
     wait_until(gone(tree), 10, f"an empty tree after the death of {role}")
     worker = up(deployment, generation)
     assert not set(tree) & {process["id"]["pid"] for process in worker["processes"]}
+    assert not [path for path in left if path.exists()]
+
+
+def traces(deployment: Deployment, generation: int) -> list[Path]:
+    """What it made outside its processes: its temporary directory, the shared memory that it holds."""
+    wait_until(lambda: len(found(deployment, generation)["segments"]) > 0, 20, "shared memory of the engine")
+    record = found(deployment, generation)
+    return [Path(record["temporary"]), *(SHM / name for name in record["segments"])]
+
+
+def found(deployment: Deployment, generation: int) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((deployment.state / "run" / f"w0-{generation}.traces.json").read_text())
+    return record
+
+
+def held_by_nobody(before: set[str]) -> list[str]:
+    return [name for name in set(os.listdir(SHM)) - before if shared.free(SHM / name)]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_every_death_is_seen_and_healed(make: Make, engine: str) -> None:
+    before = set(os.listdir(SHM))
     deployment = make(engine)
     worker = up(deployment, 1)
     refused_when_too_long(deployment, engine, worker["context_tokens"])
@@ -86,6 +106,7 @@ def test_every_death_is_seen_and_healed(make: Make, engine: str) -> None:
     assert deployment.process is not None
     deployment.process.kill()
     wait_until(gone([daemon, *tree]), 5, "engine and daemon gone after the guard")
+    assert not held_by_nobody(before)
 
 
 def refused_when_too_long(deployment: Deployment, engine: str, context: int) -> None:

@@ -61,6 +61,8 @@ def parse(argv):
     p.add_argument("--block-in-futex", type=float, nargs="?", const=0.0, metavar="S", help="rank 0 blocks, signals off")
     p.add_argument("--mute", type=float, nargs="?", const=0.0, metavar="S", help="HTTP accepts and never answers")
     p.add_argument("--orphan", action="store_true", help="leave a process that outlives its parent and ignores SIGTERM")
+    p.add_argument("--litter", nargs="?", const="psm_", metavar="PREFIX", help="ranks hold what is left by a SIGKILL: shared "
+                   "memory (PREFIX and 8 digits; System V), sockets and files in TMPDIR")
     p.add_argument("--hold-port", action="store_true", help="the orphan keeps the port")
     return p.parse_known_args(argv)[0]
 

@@ -1,11 +1,15 @@
 """The fake engine's processes: their titles, their telemetry through the adapter's wire format, their faults."""
 import ctypes
 import json
+import mmap
 import os
 import select
 import signal
+import socket
 import sys
+import tempfile
 import time
+import uuid
 from pathlib import Path
 
 try:
@@ -33,6 +37,20 @@ def die_with(parent):
     LIBC.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
+
+
+def litter(prefix):
+    """Makes and holds what real engines leave behind when they are killed."""
+    segment = os.open(f"/dev/shm/{prefix}{os.urandom(4).hex()}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    os.ftruncate(segment, 1 << 20)
+    held = mmap.mmap(segment, 1 << 20)
+    held[:4096] = b"\1" * 4096
+    os.close(segment)
+    LIBC.shmat.restype = ctypes.c_void_p
+    LIBC.shmat(LIBC.shmget(0, 65536, 0o1600), None, 0)  # IPC_PRIVATE, IPC_CREAT
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"{tempfile.gettempdir()}/{uuid.uuid4()}")
+    return held, listening, tempfile.mkstemp()
 
 
 class Telemetry:
@@ -104,6 +122,7 @@ class Rank:
         self.started, self.ready = time.monotonic(), None
         self.ballast = [b"\1" * (options.memory_mib << 20)] if number == 0 else []
         self.grown_mib = 0
+        self.litter = litter(options.litter) if options.litter else ()
 
     def run(self):
         while True:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import processes, wait_until
 from tightrank import launch
+from tightrank.breaker import Breaker
 from tightrank.generation import Generation
 from tightrank.readers.engine_http import Prober, probe
 from tightrank.readers.process import ProcessTable
@@ -64,7 +65,8 @@ def test_the_engines_key_is_masked_in_what_it_prints(spec: WorkerSpec) -> None:
 
 
 def a_worker(spec: WorkerSpec, state: Path, next_generation: Callable[[str], int]) -> Worker:
-    return Worker(spec, Surroundings(state, os.environ, Prober(lambda: None), next_generation, lambda: 0))
+    breaker = Breaker(state / "breaker.json", (), {}, lambda _: None)
+    return Worker(spec, Surroundings(state, os.environ, Prober(lambda: None), next_generation, lambda: 0, breaker))
 
 
 def test_a_start_that_fails_is_a_failure_like_others(spec: WorkerSpec, tmp_path: Path) -> None:

@@ -109,6 +109,8 @@ STARTING = view(Phase.STARTING, healthy_since_monotonic=NOW - 5)
     (view(Phase.STOPPING, end_trouble=CRASH, failures_in_row=1), {}, ActionKind.BACK_OFF, "rank-died"),
     (view(Phase.BACKING_OFF, next_start_monotonic=NOW + 1), {}, None, None),
     (view(Phase.BACKING_OFF, next_start_monotonic=NOW), {}, ActionKind.START, None),
+    (view(Phase.BACKING_OFF, failures_in_row=3), {}, ActionKind.BACK_OFF, None),                   # of an earlier supervisor
+    (view(Phase.STOPPING, ended=True, diagnosis=CRASH, failures_in_row=9**9), {}, ActionKind.FAIL, "rank-died"),
     (view(Phase.BACKING_OFF, next_start_monotonic=NOW), {"available": 2 * GIB - 1}, None, None),   # floor + margin
     (view(Phase.BACKING_OFF, next_start_monotonic=NOW), {"available": None}, ActionKind.START, None),
     (view(Phase.BACKING_OFF, next_start_monotonic=NOW, requests=(Request.STOP,)), {}, ActionKind.REST, None),

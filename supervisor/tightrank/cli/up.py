@@ -24,7 +24,7 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
                              description="Checks the configuration, then becomes the guard, which starts the daemon, "
                              "which starts the workers. SIGTERM drains and ends; a second one ends now. Exit codes: "
                              "0 after a clean stop, 69 a worker had failed for good, 75 ended before it was clean, "
-                             "78 the configuration cannot work (nothing was started).")
+                             "78 the configuration cannot work (nothing was started, or on_failed is exit).")
     add_config_options(up)
     up.set_defaults(call=lambda arguments: bring_up(load_config(arguments).config))
     run = commands.add_parser("run", help="supervise an engine command line without any YAML",

@@ -54,6 +54,8 @@ _ALL = (
     Key("hooks", ListOf(Choice(HOOKS)), "Changes the adapter makes inside the engine. Without `line` (ATOM has "
         "none) the line is off.", "ranks,line"),
     Key("observe", ListOf(Choice(HOOKS[1:])), "Those of `hooks` that compute and record, and change nothing.", ""),
+    Key("on_failed", Choice(("hold", "exit")), "When a worker failed for good. hold: its reason is served. exit: the others "
+        "are drained; exit code 78 (change the configuration), 69 (the host) or 75.", "hold"),
     Key("http.host", _HOST, "Address of the supervisor's own HTTP.", "127.0.0.1"),
     Key("http.port", _PORT, "Port of the supervisor's own HTTP.", "9470"),
     Key("http.token_file", Path(), "File with the token that writes need on a public address.",
@@ -88,6 +90,10 @@ _ALL = (
     Key("limits.restarts", Whole(0, 1000), "Failures in a row after which a worker stays failed.", "5"),
     Key("limits.backoff_first", Duration(0.001, 86400), "Pause before the first restart; it doubles each time.", "1s"),
     Key("limits.backoff_longest", Duration(0.001, 86400), "The longest such pause.", "5m"),
+    Key("hygiene.limit", Duration(1, 3600), "Time in which a generation's device memory must be free again.", "30s"),
+    Key("hygiene.tolerance", Size(), "What may be missing of it.", "512MiB"),
+    Key("hygiene.drop_page_cache", Choice(("never", "weights")), "weights: between generations the model's files leave "
+        "the page cache, for machines whose devices use the host's memory.", "never"),
     Key("pd.transfer", Text(r"[a-z0-9_]+", "a name of a-z, 0-9 and _"), "What carries KV from prefill to decode workers.",
         unset="mooncake for SGLang, nixl for vLLM"),
     # 6 s: NIXL's lease is renewed in whole sixths of it
@@ -128,7 +134,7 @@ _ALL = (
     Key("workers[].api_key_file", Path(), "File with the engine's API key.", unset="the engine asks for none"),
 )
 KEYS: Mapping[str, Key] = {key.path: key for key in _ALL}
-SECTIONS = ("http", "guard", "line", "indexer", "headroom", "empty_cache", "limits", "pd", "gateway")
+SECTIONS = ("http", "guard", "line", "indexer", "headroom", "empty_cache", "limits", "hygiene", "pd", "gateway")
 TABLES = ("workers[]", "gateway.workers[]")      # lists of such sections
 
 # No settings: the engines' mark and door, the cache of the set-up, the token of the command line's client.

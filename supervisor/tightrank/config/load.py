@@ -20,6 +20,7 @@ from tightrank.config.shape import (
     Guard,
     Headroom,
     Http,
+    Hygiene,
     Indexer,
     Limits,
     Line,
@@ -81,7 +82,8 @@ def resolve(entries: Mapping[str, Entry], environment: Mapping[str, str], whole:
     line, limits = Line(**resolver.section("line")), Limits(**resolver.section("limits"))
     config = Config(**top, http=http, guard=guard, line=line, indexer=Indexer(**resolver.section("indexer")),
                     headroom=Headroom(**resolver.section("headroom")),
-                    empty_cache=EmptyCache(**resolver.section("empty_cache")), limits=limits, pd=Pd(**resolver.section("pd")),
+                    empty_cache=EmptyCache(**resolver.section("empty_cache")), limits=limits,
+                    hygiene=Hygiene(**resolver.section("hygiene")), pd=Pd(**resolver.section("pd")),
                     gateway=_gateway(resolver, http, limits), workers=_workers(resolver, whole), as_written=as_written,
                     places={row.key: row.origin for row in resolver.rows})
     _check_across(config)

@@ -74,6 +74,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Hygiene:
+    """What must be as before between two generations."""
+    limit_seconds: float
+    tolerance_bytes: int           # of device memory
+    drop_page_cache: str           # never | weights
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
     """One engine instance as asked for."""
     name: str
@@ -139,6 +147,7 @@ class Config:
     state_directory: str
     hooks: tuple[str, ...]
     observe: tuple[str, ...]
+    on_failed: str                 # hold | exit
     http: Http
     guard: Guard
     line: Line
@@ -146,6 +155,7 @@ class Config:
     headroom: Headroom
     empty_cache: EmptyCache
     limits: Limits
+    hygiene: Hygiene
     pd: Pd
     gateway: Gateway
     workers: tuple[Worker, ...]
@@ -172,7 +182,7 @@ class Config:
 
 
 _SECTIONS = {"http": Http, "guard": Guard, "line": Line, "indexer": Indexer, "headroom": Headroom, "empty_cache": EmptyCache,
-             "limits": Limits, "pd": Pd}
+             "limits": Limits, "hygiene": Hygiene, "pd": Pd}
 
 
 def _restore(name: str, value: Any) -> Any:

@@ -24,6 +24,27 @@ class NvidiaReader:
         except self._nvml.NVMLError as error:
             return None, f"NVML, device {pci_id}: {error}"
 
+    def devices(self) -> tuple[str, ...]:
+        """PCI bus ids of all that are seen, as torch writes them."""
+        if not self._load():
+            return ()
+        try:
+            found = [self._nvml.nvmlDeviceGetPciInfo(self._nvml.nvmlDeviceGetHandleByIndex(index))
+                     for index in range(self._nvml.nvmlDeviceGetCount())]
+        except self._nvml.NVMLError:
+            return ()
+        return tuple(f"{each.domain:04x}:{each.bus:02x}:{each.device:02x}.0" for each in found)
+
+    def holders(self, pci_id: str) -> dict[int, int]:
+        """Bytes of each process that computes there, by its pid; empty where the driver does not tell (in a container)."""
+        if not self._load():
+            return {}
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByPciBusId(pci_id.encode())
+            return {each.pid: int(each.usedGpuMemory or 0) for each in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        except self._nvml.NVMLError:
+            return {}
+
     def _load(self) -> bool:
         if self._nvml is None and not self._why:
             try:
