@@ -1,0 +1,117 @@
+"""NVIDIA devices of this host, and whether they can do what was asked for. `pynvml` is imported late; without it: unknown."""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tightrank.check.item import Item, failed, passed, unknown, warned
+from tightrank.config.flags import value
+from tightrank.engines.base import sections
+from tightrank.records import WorkerSpec
+
+_CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "VLLM_TARGET_DEVICE": "cpu"}
+_BFLOAT16 = (8, 0)           # vLLM platforms/cuda.py:649
+_FP8 = (8, 9)                # the kernels' own; below it weights are unpacked (Marlin, from 8.0 or 7.5 on)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`total_bytes` None: it has no memory of its own (unified memory)."""
+    index: int
+    uuid: str
+    name: str
+    capability: tuple[int, int]
+    total_bytes: int | None
+    free_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    devices: tuple[Device, ...] = ()
+    why: str = ""                      # there are none that can be seen, and why
+
+    @property
+    def unified(self) -> bool:
+        return any(device.total_bytes is None for device in self.devices)
+
+
+def read() -> DeviceFacts:
+    """Never raises."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return DeviceFacts(why="nvidia-ml-py is not installed (pip install 'tightrank[nvidia]')")
+    try:
+        nvml.nvmlInit()
+        return DeviceFacts(tuple(_device(nvml, index) for index in range(nvml.nvmlDeviceGetCount())))
+    except nvml.NVMLError as error:
+        return DeviceFacts(why=f"NVML: {error}")
+
+
+def _device(nvml: Any, index: int) -> Device:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    total: int | None = None
+    free: int | None = None
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        total, free = int(memory.total), int(memory.free)
+    except nvml.NVMLError_NotSupported:
+        pass
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return Device(index, str(nvml.nvmlDeviceGetUUID(handle)), str(nvml.nvmlDeviceGetName(handle)), (major, minor), total, free)
+
+
+def on_cpu(spec: WorkerSpec, environment: Mapping[str, str], release: str) -> bool:
+    """Whether the engine computes on the CPU: told so, or built for nothing else."""
+    theirs = {**environment, **spec.env}
+    told = any(theirs.get(name) == text for name, text in _CPU_VARIABLES.items())
+    return told or value(spec.argv, "--device") == "cpu" or "cpu" in release.partition("+")[2]
+
+
+def candidates(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str, str]) -> tuple[Device, ...]:
+    """The devices that the worker may use: those named, else all."""
+    named = spec.devices or tuple(filter(None, {**environment, **spec.env}.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    found = tuple(device for device in facts.devices
+                  if str(device.index) in named or any(device.uuid.startswith(name) for name in named))
+    return found if named else facts.devices
+
+
+def items(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str, str], model: Mapping[str, Any],
+          cpu: bool) -> Iterator[Item]:
+    ranks = spec.tensor_parallel * spec.pipeline_parallel
+    if cpu:
+        yield passed("devices", f"{spec.engine} computes on the CPU here")
+        return
+    if not facts.devices:
+        yield unknown("devices", facts.why or "there is no NVIDIA device")
+        yield unknown("data type", facts.why or "there is no NVIDIA device")
+        return
+    found = candidates(facts, spec, environment)
+    if len(found) < ranks:
+        yield failed("devices", "arguments-invalid", f"{ranks} ranks, and {len(found)} devices for them",
+                     "lower tensor_parallel or pipeline_parallel, or name more devices")
+        return
+    names = sorted({device.name for device in found})
+    yield passed("devices", f"{ranks} ranks on {len(found)} devices ({', '.join(names)})")
+    yield _data_type(spec, model, min(device.capability for device in found))
+
+
+def _data_type(spec: WorkerSpec, model: Mapping[str, Any], capability: tuple[int, int]) -> Item:
+    item, shown = "data type", f"compute capability {capability[0]}.{capability[1]}"
+    asked, method = value(spec.argv, "--dtype"), quantization(spec, model)
+    if asked in ("bfloat16", "bf16") and capability < _BFLOAT16:
+        return failed(item, "dtype-unsupported", f"--dtype {asked} needs compute capability 8.0, and the device has "
+                      f"{capability[0]}.{capability[1]}", "use --dtype half")
+    if "fp8" in method and capability < _FP8:
+        return warned(item, f"{method} has no kernels of its own under compute capability 8.9, and the device has "
+                      f"{capability[0]}.{capability[1]}: weights are unpacked, or it is refused", "use another quantization")
+    return passed(item, f"{asked or 'dtype auto'}{f', {method}' if method else ''} on {shown}")
+
+
+def quantization(spec: WorkerSpec, model: Mapping[str, Any]) -> str:
+    """The method asked for or that config.json names; "" for none."""
+    config = model.get("quantization_config") or sections(model).get("quantization_config")
+    named = config.get("quant_method") if isinstance(config, Mapping) else None
+    return str(value(spec.argv, "--quantization", "-q") or named or "")
