@@ -122,7 +122,7 @@ def _of_worker(facts: Facts, worker: WorkerFacts) -> Iterator[Item]:
     cpu = devices.on_cpu(spec, facts.environment, found.release)
     yield from model.items(facts.model, spec, surely=found.package is not None)
     yield from program.items(found, spec)
-    yield from architecture.items(found, facts.config_json, spec)
+    yield from architecture.items(found, facts.config_json, spec, facts.environment)
     yield from parallel.items(facts.config_json, spec, cpu)
     yield from flags.items(worker.flags, found, spec)
     yield from devices.items(facts.devices, spec, facts.environment, facts.config_json, cpu)
@@ -133,8 +133,9 @@ def _memory(facts: Facts) -> Iterator[Item]:
     on_host: list[tuple[WorkerSpec, memory.Need]] = []
     for worker in facts.workers:
         spec = worker.spec
-        need = memory.need(facts.model, spec, facts.environment, facts.config_json)
-        if devices.on_cpu(spec, facts.environment, worker.program.release) or facts.devices.unified:
+        cpu = devices.on_cpu(spec, facts.environment, worker.program.release)
+        need = memory.need(facts.model, spec, facts.environment, facts.config_json, cpu)
+        if cpu or facts.devices.unified:
             on_host.append((spec, need))
         else:
             yield from memory.device_items(facts.devices, spec, facts.environment, need)

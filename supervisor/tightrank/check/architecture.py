@@ -64,11 +64,14 @@ def in_transformers(architecture: str, model_type: str, transformers: Path | Non
         return False
 
 
-def items(facts: ProgramFacts, model: Mapping[str, Any], spec: WorkerSpec) -> Iterator[Item]:
-    yield _architecture(facts, model, spec)
+def items(facts: ProgramFacts, model: Mapping[str, Any], spec: WorkerSpec, environment: Mapping[str, str]) -> Iterator[Item]:
+    external = {**environment, **spec.env}.get("SGLANG_EXTERNAL_MODEL_PACKAGE")
+    others = [*facts.plugins, *([external] if external else [])]
+    yield _architecture(facts, model, spec, others)
 
 
-def _architecture(facts: ProgramFacts, model: Mapping[str, Any], spec: WorkerSpec) -> Item:
+def _architecture(facts: ProgramFacts, model: Mapping[str, Any], spec: WorkerSpec, others: list[str]) -> Item:
+    """`others`: who may add architectures to those of the registry."""
     item = "architecture"
     names = model.get("architectures")
     wanted = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
@@ -84,23 +87,22 @@ def _architecture(facts: ProgramFacts, model: Mapping[str, Any], spec: WorkerSpe
         return unknown(item, f"the registry of {spec.engine} {facts.release} is not where it is known to be")
     if found := [name for name in wanted if name in registry]:
         return passed(item, f"{found[0]} is one of {len(registry)} that {spec.engine} {facts.release} knows")
-    return _not_registered(facts, model, spec, wanted, registry)
+    if others:
+        return unknown(item, f"{wanted[0]} is not known to {spec.engine} {facts.release}; {', '.join(others)} may add it")
+    return _not_registered(facts, model, spec, wanted[0], registry)
 
 
-def _not_registered(facts: ProgramFacts, model: Mapping[str, Any], spec: WorkerSpec, wanted: list[str],
+def _not_registered(facts: ProgramFacts, model: Mapping[str, Any], spec: WorkerSpec, wanted: str,
                     registry: frozenset[str]) -> Item:
     """Precision first: it fails only where nothing else could bring the model in."""
-    item, sentence = "architecture", f"{wanted[0]} is none of {len(registry)} that {spec.engine} {facts.release} knows"
-    others = [*facts.plugins, *(name for name in ("SGLANG_EXTERNAL_MODEL_PACKAGE",) if spec.env.get(name))]
-    if others:
-        return unknown(item, f"{sentence}; {', '.join(others)} may add it")
+    item, sentence = "architecture", f"{wanted} is none of {len(registry)} that {spec.engine} {facts.release} knows"
     if model.get("auto_map") or value(spec.argv, "--model-impl") not in (None, "auto"):
         return unknown(item, f"{sentence}; the model brings code of its own or asks for another implementation")
-    if in_transformers(wanted[0], str(sections(model).get("model_type")), facts.transformers):
+    if in_transformers(wanted, str(sections(model).get("model_type")), facts.transformers):
         return warned(item, f"{sentence}; Transformers has it, and {spec.engine} may run it through that, more slowly",
                       f"a release of {spec.engine} that has it runs it faster")
-    if not wanted[0].endswith("ForCausalLM"):        # vLLM looks for the base model's name too (registry.py _normalize_arch)
+    if not wanted.endswith("ForCausalLM"):        # vLLM looks for the base model's name too (registry.py _normalize_arch)
         return unknown(item, f"{sentence}; whether it goes by another name cannot be told")
-    near = difflib.get_close_matches(wanted[0], registry, 1, 0.75)
+    near = difflib.get_close_matches(wanted, registry, 1, 0.75)
     hint = f" (the nearest is {near[0]})" if near else ""
     return failed(item, "arguments-invalid", sentence + hint, f"use a release of {spec.engine} that has it, or another model")

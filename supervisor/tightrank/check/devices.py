@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tightrank.check.item import Item, failed, passed, unknown, warned
-from tightrank.config.flags import value
+from tightrank.config.flags import FLAGS, has, value
 from tightrank.engines.base import sections
 from tightrank.records import WorkerSpec
 
@@ -71,16 +72,28 @@ def on_cpu(spec: WorkerSpec, environment: Mapping[str, str], release: str) -> bo
 
 
 def candidates(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str, str]) -> tuple[Device, ...]:
-    """The devices that the worker may use: those named, else all."""
-    named = spec.devices or tuple(filter(None, {**environment, **spec.env}.get("CUDA_VISIBLE_DEVICES", "").split(",")))
-    found = tuple(device for device in facts.devices
-                  if str(device.index) in named or any(device.uuid.startswith(name) for name in named))
-    return found if named else facts.devices
+    """The devices that the worker may use: those named, and all where a name does not tell (MIG, numbers of unlike devices,
+    which CUDA counts by speed)."""
+    theirs = {**environment, **spec.env}
+    named = spec.devices or tuple(filter(None, theirs.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+    alike = len({device.name for device in facts.devices}) == 1 or theirs.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    found = [next((device for device in facts.devices if device.uuid.startswith(name) or (alike and str(device.index) == name)),
+                  None) for name in named]
+    whole = tuple(device for device in found if device is not None)
+    return whole if named and len(whole) == len(named) else facts.devices
+
+
+def local_ranks(spec: WorkerSpec) -> int:
+    """How many of its ranks run on this host, at least: several nodes share them, and Ray puts them where it likes."""
+    if value(spec.argv, *FLAGS["vllm"]["executor"]) == "ray" or has(spec.argv, "--use-ray"):
+        return 1
+    nodes = value(spec.argv, "--nnodes", "-n") or "1"
+    return max(1, spec.tensor_parallel * spec.pipeline_parallel // (int(nodes) if re.fullmatch(r"[1-9]\d{0,5}", nodes) else 1))
 
 
 def items(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str, str], model: Mapping[str, Any],
           cpu: bool) -> Iterator[Item]:
-    ranks = spec.tensor_parallel * spec.pipeline_parallel
+    ranks = local_ranks(spec)
     if cpu:
         yield passed("devices", f"{spec.engine} computes on the CPU here")
         return

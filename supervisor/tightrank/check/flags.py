@@ -13,13 +13,12 @@ from pathlib import Path
 
 from tightrank.check.item import Item, failed, passed, unknown, warned
 from tightrank.check.program import ProgramFacts, ask, engine_environment
-from tightrank.config.flags import names, without_secrets
+from tightrank.config.flags import MASK, names, without_secrets
 from tightrank.records import WorkerSpec
 
 PARSER_SECONDS = 60.0
 _SOURCES = {"vllm": ("engine/arg_utils.py", "entrypoints/**/cli_args.py", "config/*.py"),
-            "sglang": ("srt/server_args.py", "srt/arg_groups/*.py", "srt/arg_groups/fields/*.py"),
-            "atom": ("model_engine/arg_utils.py", "entrypoints/**/*.py")}
+            "sglang": ("srt/server_args.py", "srt/arg_groups/*.py", "srt/arg_groups/fields/*.py")}
 # The engine's own parser reads its arguments on stdin: a command line may hold secrets, and all users see those of a process.
 _PARSERS = {"vllm": """
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -66,10 +65,10 @@ def read(program: ProgramFacts, spec: WorkerSpec, environment: Mapping[str, str]
     """`thorough`: ask the parser whatever the sources say. Never raises."""
     if program.package is None:
         return FlagFacts(why=program.why)
-    may_be = frozenset(_candidates(program.package, _SOURCES[spec.engine]))
+    may_be = frozenset(_candidates(program.package, _SOURCES.get(spec.engine, ())))
     if not may_be:
-        return FlagFacts(why=f"the sources of {spec.engine} {program.release} that list its flags are not where they should be")
-    if spec.engine not in _PARSERS or not (thorough or strange(may_be, spec)):
+        return FlagFacts(why=f"where {spec.engine} {program.release} lists its flags is not known")
+    if not (thorough or strange(may_be, spec)):
         return FlagFacts(may_be, why="its parser was not asked")
     _, out, why = ask(program.interpreter, _ASK % _PARSERS[spec.engine], (), engine_environment(spec, environment),
                       PARSER_SECONDS, json.dumps(_arguments(spec)))
@@ -83,9 +82,8 @@ def read(program: ProgramFacts, spec: WorkerSpec, environment: Mapping[str, str]
 def _arguments(spec: WorkerSpec) -> list[str]:
     """What stands behind the engine's program or module."""
     argv = list(spec.argv)
-    if "-m" in argv[:-1]:
-        return argv[argv.index("-m") + 2:]
-    return argv[argv.index("serve") + 1:]
+    found = argv[argv.index("-m") + 2:] if "-m" in argv[:-1] else argv[argv.index("serve"):]
+    return found[1:] if found[:1] == ["serve"] else found
 
 
 def _candidates(package: Path, patterns: Iterable[str]) -> Iterator[str]:
@@ -136,5 +134,5 @@ def _shown(error: str, spec: WorkerSpec) -> str:
     text = " ".join(error.split())[:400]
     for given, shown in zip(spec.argv, without_secrets(spec.argv), strict=True):
         if given != shown:
-            text = text.replace(given, shown)
+            text = text.replace(given.removeprefix(shown.removesuffix(MASK)), MASK)
     return text

@@ -24,7 +24,7 @@ class Item:
     @property
     def text(self) -> str:
         """In one line."""
-        return self.sentence + (f"; {self.change}" if self.change else "")
+        return (self.sentence + (f"; {self.change}" if self.change else "")).replace("\n", " ")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -20,7 +20,7 @@ SHM_BYTES = _GIB                           # Docker's 64 MiB are too few for NCC
 SHM_RANK_BYTES = 33 * _MIB                 # one of NCCL's segments (llm-d/llm-d#352)
 GUARD_BYTES = 16 * _MIB                    # of the guard, which locks itself in memory
 OPEN_FILES, PROCESSES = 4096, 1024         # an engine of one rank holds 200 to 600 of each, measured on two cores
-DISK_BYTES, DISK_WARN_BYTES, FILES = 64 * _MIB, _GIB, 100
+DISK_BYTES, DISK_WARN_BYTES, FILES = _MIB, _GIB, 100
 OOM_DAEMONS = ("earlyoom", "systemd-oomd", "nohang", "oomd", "low-memory-mon")      # as /proc/PID/comm cuts names: 15
 
 
@@ -142,7 +142,8 @@ def _shm(facts: MachineFacts, specs: Sequence[WorkerSpec]) -> Item:
     ranks = max((spec.tensor_parallel * spec.pipeline_parallel for spec in specs), default=1)
     shown = f"{free / _MIB:.0f} of {total / _MIB:.0f} MiB are free"
     larger = "give it more (docker: --shm-size 2g, compose: shm_size, Kubernetes: an emptyDir with medium Memory)"
-    if free < _MIB:
+    needed = ranks > 1 or any(spec.engine == "vllm" for spec in specs)      # vLLM's queues lie there for one rank too
+    if free < _MIB and needed:
         return failed(item, "host-memory-too-small", f"it is full: {shown}", f"remove what is left over in it, or {larger}")
     if ranks > 1 and (total < SHM_BYTES or free < ranks * SHM_RANK_BYTES):
         return warned(item, f"{shown}, and the {ranks} ranks of a worker talk through it", larger)

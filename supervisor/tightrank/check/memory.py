@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightrank.adapter import wire
-from tightrank.check.devices import Device, DeviceFacts, candidates, quantization
+from tightrank.check.devices import Device, DeviceFacts, candidates, local_ranks, quantization
 from tightrank.check.item import Item, failed, passed, unknown, warned
 from tightrank.check.model import ModelFacts, reads_safetensors
 from tightrank.check.parallel import shape
@@ -53,10 +53,10 @@ class Need:
         return f"about {self.total_bytes / _GIB:.2f} GiB (weights {self.weights_bytes / _GIB:.2f}{kv}{host})"
 
 
-def need(facts: ModelFacts, spec: WorkerSpec, environment: Mapping[str, str], model: Mapping[str, Any]) -> Need:
+def need(facts: ModelFacts, spec: WorkerSpec, environment: Mapping[str, str], model: Mapping[str, Any], cpu: bool) -> Need:
     """At least; weights are 0 where the files do not say."""
-    theirs = {**environment, **spec.env}
-    kv, flag = _kv_bytes(spec, theirs, model)
+    space = {**environment, **spec.env}.get("VLLM_CPU_KVCACHE_SPACE") if cpu and spec.engine == "vllm" else None
+    kv, flag = _kv_bytes(spec, space, model)
     return Need(_weights(facts, spec, model), kv, _number(value(spec.argv, "--hicache-size"), 10**9), _reserve(spec), flag)
 
 
@@ -84,12 +84,12 @@ def _growth(dtype: str, spec: WorkerSpec, model: Mapping[str, Any]) -> float:
     return _ASKED_BITS.get(value(spec.argv, "--dtype") or "auto", min(_FLOATS[dtype], 16)) / _FLOATS[dtype]
 
 
-def _kv_bytes(spec: WorkerSpec, theirs: Mapping[str, str], model: Mapping[str, Any]) -> tuple[int, str]:
-    """(bytes on each rank, what says so)."""
+def _kv_bytes(spec: WorkerSpec, space: str | None, model: Mapping[str, Any]) -> tuple[int, str]:
+    """(bytes on each rank, what says so). `space`: GiB."""
     if (text := value(spec.argv, "--kv-cache-memory-bytes", "--kv-cache-memory")) is not None:
         return _number(text, 1), "--kv-cache-memory-bytes"
-    if spec.engine == "vllm" and (space := _number(theirs.get("VLLM_CPU_KVCACHE_SPACE"), _GIB)):
-        return space, "VLLM_CPU_KVCACHE_SPACE"
+    if space_bytes := _number(space, _GIB):
+        return space_bytes, "VLLM_CPU_KVCACHE_SPACE"
     if (text := value(spec.argv, "--max-total-tokens")) is not None:
         return _number(text, 1) * _token_bytes(spec, model), "--max-total-tokens"
     return 0, ""
@@ -132,9 +132,9 @@ def host_items(config: Config, workers: Sequence[tuple[WorkerSpec, Need]], memor
     if available is None:
         yield unknown(item, f"what is available cannot be read ({memory.why})")
         return
-    ranks = sum(spec.tensor_parallel * spec.pipeline_parallel for spec, _ in workers)
-    total = sum(found.total_bytes * spec.tensor_parallel * spec.pipeline_parallel for spec, found in workers)
-    spare = config.guard.margin_bytes + sum(found.reserve_bytes for _, found in workers)
+    ranks = sum(local_ranks(spec) for spec, _ in workers)
+    total = sum(found.total_bytes * local_ranks(spec) for spec, found in workers)
+    spare = config.guard.margin_bytes + sum(found.reserve_bytes * local_ranks(spec) for spec, found in workers)
     largest = max((found for _, found in workers), key=lambda found: found.total_bytes)
     sentence = (f"each of {ranks} ranks takes {largest.text}, {total / _GIB:.2f} in all; "
                 f"{available / _GIB:.2f} GiB are available, of which guard.floor keeps {config.guard.floor_bytes / _GIB:.2f}")
@@ -164,7 +164,7 @@ def _less(workers: Sequence[tuple[WorkerSpec, Need]], over: int, ranks: int) -> 
 def device_items(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str, str], found: Need) -> Iterator[Item]:
     """Against the devices that have memory of their own. The best case counts: the freest of those that it may use."""
     item = f"memory of {spec.name}'s devices"
-    ranks = spec.tensor_parallel * spec.pipeline_parallel
+    ranks = local_ranks(spec)
     mine = sorted(candidates(facts, spec, environment), key=lambda device: device.free_bytes or 0, reverse=True)[:ranks]
     if len(mine) < ranks:
         yield unknown(item, facts.why or f"{len(mine)} devices for {ranks} ranks")

@@ -150,6 +150,8 @@ def _tokenizer(facts: ModelFacts, spec: WorkerSpec, surely: bool) -> Item:
     found = [name for name in sorted(facts.files) if _TOKENIZERS.fullmatch(name)]
     if whole := [name for name in found if facts.files[name] > 0]:
         return passed(item, f"{', '.join(whole)}")
+    if not found and any(re.match(r"token|vocab|merges|.*\.model$", name) for name in facts.files):
+        return unknown(item, f"{facts.directory} has one of its own kind")
     sentence = f"{facts.directory}: {found[0]} is empty" if found else f"{facts.directory} has no tokenizer (tokenizer.json)"
     change = "fetch it from the model's page, or name one with --tokenizer"
     if spec.engine == "sglang":

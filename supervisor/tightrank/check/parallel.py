@@ -75,6 +75,8 @@ def _heads(found: Shape, spec: WorkerSpec, on_cpu: bool) -> Item:
     valid = ", ".join(map(str, sizes(found)))
     if fits(found, size):
         return passed(item, f"tensor_parallel {size} divides {heads} (valid: {valid})")
+    if has(spec.argv, "--attn-dp-size", "--attn-cp-size", "--attention-context-parallel-size"):
+        return unknown(item, f"tensor_parallel {size} and {heads}: attention is divided by rules of its own here")
     if spec.engine == "sglang" and on_cpu:       # configs/update_config.py, adjust_config_with_unaligned_cpu_tp
         return warned(item, f"tensor_parallel {size} does not divide {heads}: SGLang pads them on a CPU",
                       f"use one of {valid} where that is not wanted")
