@@ -1,4 +1,4 @@
-"""The preflight of real vLLM and SGLang: a good configuration has no failure; what cannot start is told before it is started."""
+"""The preflight of real vLLM and SGLang: a good configuration has no failure; what cannot start is told and not started."""
 from __future__ import annotations
 
 import json
@@ -56,7 +56,8 @@ def test_a_good_configuration_passes_and_the_parser_has_the_last_word(make: Make
     items = {item["item"]: item for item in told["items"]}
     assert done.returncode == 0 and told["ok"], [item for item in told["items"] if item["status"] == "fail"]
     assert time.monotonic() - started < CHECK_SECONDS
-    for name in ("model weights", "tokenizer", "engine package", "architecture", "tensor parallel", "flags", "memory of the host"):
+    for name in ("model weights", "tokenizer", "engine package", "architecture", "tensor parallel", "flags",
+                 "memory of the host"):
         assert items[name]["status"] == "pass", items[name]
     assert items["flags"]["sentence"].startswith("the parser of ")
 

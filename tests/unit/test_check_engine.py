@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from preflight import make_spec
-from tightrank.check import architecture, flags, program
+from tightrank.check import architecture, flags, program, quantization
 from tightrank.check.flags import FlagFacts
 from tightrank.check.program import ProgramFacts
 
@@ -166,6 +166,39 @@ def test_architectures_of_sglang(tmp_path: Path) -> None:
     mine = {"architectures": ["MineForCausalLM"]}
     assert judged(facts, mine, engine="sglang")[0] == "fail"
     assert judged(facts, mine, engine="sglang", env={"SGLANG_EXTERNAL_MODEL_PACKAGE": "mine"})[0] == "unknown"
+
+
+# --- quantization -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "args", "capability", "status", "said"), [
+    ({}, (), None, None, ""), ({"quantization_config": {"quant_method": "fp8"}}, (), None, "pass", "knows fp8, from compute"),
+    ({"quantization_config": {"quant_method": "fp8"}}, (), (7, 5), "fail", "fp8 needs compute capability 8.9"),
+    ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, (), (8, 9), "pass", ""),
+    ({}, ("--quantization", "compressed_tensors"), (1, 0), "pass", "knows compressed_tensors"),
+    ({}, ("-q", "gguf"), None, "pass", ""),
+    ({}, ("--quantization", "pf8"), None, "fail", "does not know the quantization pf8")])
+def test_quantizations(tmp_path: Path, model: dict[str, Any], args: tuple[str, ...], capability: tuple[int, int] | None,
+                       status: str | None, said: str) -> None:
+    folder = "vllm/model_executor/layers/quantization/"
+    write(tmp_path, {
+        folder + "__init__.py": "M = ['gguf']\ndef get():\n    t: dict = {'fp8': Fp8, 'compressed-tensors': Tensors, **{}}\n",
+        folder + "fp8.py": "class Fp8(Base):\n    @classmethod\n    def get_min_capability(cls) -> int:\n        return 89\n",
+        folder + "x/tensors.py": "class Tensors(Base):\n    def get_min_capability(cls):\n        if npu(): return 0\n"
+                                 "        return 80\n"})
+    known = ProgramFacts(tmp_path / "vllm", "0.32.0")
+    spec = make_spec(args)
+    facts = quantization.read(known, spec, model)
+    found = list(quantization.items(facts, known, spec, model, capability))
+    assert [item.status for item in found] == ([status] if status else [])
+    assert all(said in item.text for item in found)
+
+
+def test_a_quantization_of_which_nothing_can_be_told(tmp_path: Path) -> None:
+    spec = make_spec(("--quantization", "fp8"))
+    for known in (ProgramFacts(tmp_path / "vllm", "0.32.0"), ProgramFacts(why="no answer")):
+        (item,) = quantization.items(quantization.read(known, spec, {}), known, spec, {}, None)
+        assert item.status == "unknown"
 
 
 # --- flags ------------------------------------------------------------------------------------------------------------

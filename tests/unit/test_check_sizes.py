@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from preflight import GIB, item_of, make_config, make_memory, make_spec
-from tightrank.check import devices, memory, parallel
+from tightrank.check import devices, memory, parallel, quantization
 from tightrank.check.devices import Device, DeviceFacts
 from tightrank.check.item import Item
 from tightrank.check.memory import Need
 from tightrank.check.model import ModelFacts
+from tightrank.check.program import ProgramFacts
+from tightrank.check.quantization import QuantizationFacts
 from tightrank.check.safetensors import Tensor
 
 DENSE = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 64}
@@ -164,7 +166,6 @@ def test_vllm_wants_its_part_of_all_memory_to_be_free(engine: str, args: tuple[s
 @pytest.mark.parametrize(("facts", "args", "spec", "statuses"), [
     (DeviceFacts((H200,)), ("--dtype", "bfloat16"), {}, ["pass", "pass"]),
     (DeviceFacts((T4,)), ("--dtype", "bfloat16"), {}, ["pass", "fail"]), (DeviceFacts((T4,)), (), {}, ["pass", "pass"]),
-    (DeviceFacts((T4,)), ("--quantization", "fp8"), {}, ["pass", "warn"]),
     (DeviceFacts((T4, H200)), ("--dtype", "bfloat16"), {"devices": ("GPU-a",)}, ["pass", "pass"]),
     (DeviceFacts((H200,)), (), {"tensor_parallel": 2}, ["fail"]),
     (DeviceFacts((T4, H200)), (), {"tensor_parallel": 2, "env": {"CUDA_VISIBLE_DEVICES": "GPU-b"}}, ["fail"]),
@@ -172,9 +173,9 @@ def test_vllm_wants_its_part_of_all_memory_to_be_free(engine: str, args: tuple[s
     (DeviceFacts((H200,)), (), {"env": {"CUDA_VISIBLE_DEVICES": "MIG-1"}}, ["pass", "pass"]),
     (DeviceFacts((H200,)), ("--nnodes", "2"), {"tensor_parallel": 2}, ["pass", "pass"]),
     (DeviceFacts((H200,)), ("--distributed-executor-backend", "ray"), {"tensor_parallel": 8}, ["pass", "pass"]),
-    (DeviceFacts(why="NVML: no driver"), (), {}, ["unknown", "unknown"])])
+    (DeviceFacts(why="NVML: no driver"), (), {}, ["unknown"])])
 def test_what_devices_can_do(facts: DeviceFacts, args: tuple[str, ...], spec: dict[str, Any], statuses: list[str]) -> None:
-    found = list(devices.items(facts, make_spec(args, **spec), {}, {}, cpu=False))
+    found = list(devices.items(facts, make_spec(args, **spec), {}, cpu=False))
     assert [item.status for item in found] == statuses
     causes = {item.item: item.cause for item in found if item.status == "fail"}
     assert causes.items() <= {"devices": "arguments-invalid", "data type": "dtype-unsupported"}.items()
@@ -187,7 +188,7 @@ def test_what_devices_can_do(facts: DeviceFacts, args: tuple[str, ...], spec: di
 def test_who_computes_on_the_cpu(engine: str, args: tuple[str, ...], env: dict[str, str], release: str, cpu: bool) -> None:
     spec = make_spec(args, engine=engine)
     assert devices.on_cpu(spec, env, release) == cpu
-    assert not cpu or [item.status for item in devices.items(DeviceFacts(), spec, env, {}, cpu)] == ["pass"]
+    assert not cpu or [item.status for item in devices.items(DeviceFacts(), spec, env, cpu)] == ["pass"]
 
 
 def test_a_device_without_memory_of_its_own_shares_the_hosts() -> None:
@@ -209,5 +210,5 @@ KEYS = st.sampled_from([*DENSE, *MLA, "text_config", "n_routed_experts", "quanti
 def test_no_config_json_makes_an_item_raise(model: dict[str, Any], size: int, engine: str) -> None:
     spec = make_spec(("--max-total-tokens", "9", "--enable-expert-parallel"), engine=engine, tensor_parallel=size)
     list(parallel.items(model, spec, False))
-    list(devices.items(DeviceFacts((H200, T4)), spec, {}, model, False))
+    list(quantization.items(QuantizationFacts(), ProgramFacts(), spec, model, (8, 0)))
     assert memory.need(LARGE, spec, {}, model, True).total_bytes >= 0

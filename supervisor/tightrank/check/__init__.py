@@ -22,6 +22,7 @@ from tightrank.check import (
     model,
     parallel,
     program,
+    quantization,
     settings,
 )
 from tightrank.check.item import Item, passed, refused
@@ -42,6 +43,7 @@ class WorkerFacts:
     """What was read for one worker."""
     spec: WorkerSpec
     program: program.ProgramFacts
+    quantization: quantization.QuantizationFacts
     flags: flags.FlagFacts
 
 
@@ -72,15 +74,16 @@ def read(config: Config, specs: Sequence[WorkerSpec], inputs: Inputs, thorough: 
     found = tuple(problems(config, specs, environment))
     runs = not any(error.cause == "engine-binary-missing" for error in found)
     with ThreadPoolExecutor() as pool:                     # the engines' Pythons are asked meanwhile
-        workers = pool.map(lambda spec: _worker(spec, environment, thorough), specs if runs else ())
+        workers = pool.map(lambda spec: _worker(spec, inputs, thorough), specs if runs else ())
         return Facts(config, environment, inputs.model, found, model=model.read(Path(config.model)), devices=devices.read(),
                      memory=MemoryReader().read(0.0), machine=machine.read(state), leftovers=leftovers.read(state, specs),
                      health_checks=settings.read(config), workers=tuple(workers))
 
 
-def _worker(spec: WorkerSpec, environment: Mapping[str, str], thorough: bool) -> WorkerFacts:
-    found = program.read(spec, environment)
-    return WorkerFacts(spec, found, flags.read(found, spec, environment, thorough))
+def _worker(spec: WorkerSpec, inputs: Inputs, thorough: bool) -> WorkerFacts:
+    found = program.read(spec, inputs.environment)
+    return WorkerFacts(spec, found, quantization.read(found, spec, inputs.model),
+                       flags.read(found, spec, inputs.environment, thorough))
 
 
 def items(facts: Facts) -> Iterator[Item]:
@@ -120,12 +123,14 @@ def _of_workers(facts: Facts) -> Iterator[Item]:
 def _of_worker(facts: Facts, worker: WorkerFacts) -> Iterator[Item]:
     spec, found = worker.spec, worker.program
     cpu = devices.on_cpu(spec, facts.environment, found.release)
-    yield from model.items(facts.model, spec, surely=found.package is not None)
+    yield from model.items(facts.model, spec, surely=found.package is not None and spec.engine in model.READ)
     yield from program.items(found, spec)
     yield from architecture.items(found, facts.config_json, spec, facts.environment)
     yield from parallel.items(facts.config_json, spec, cpu)
     yield from flags.items(worker.flags, found, spec)
-    yield from devices.items(facts.devices, spec, facts.environment, facts.config_json, cpu)
+    yield from devices.items(facts.devices, spec, facts.environment, cpu)
+    capability = None if cpu or not facts.devices.devices else devices.weakest(facts.devices, spec, facts.environment)
+    yield from quantization.items(worker.quantization, found, spec, facts.config_json, capability)
     yield from settings.items(spec, facts.environment)
 
 

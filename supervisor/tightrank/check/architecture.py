@@ -1,4 +1,4 @@
-"""Architectures and quantizations that the installed engine knows, read from its sources: its own registry, without importing
+"""Architectures that the installed engine knows, read from its sources: its own registry, without importing
 torch (15 s). Paths are under the engine's package.
 """
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from tightrank.check.item import Item, failed, passed, unknown, warned
 from tightrank.check.program import ProgramFacts
+from tightrank.check.source import parse
 from tightrank.config.flags import value
 from tightrank.engines.base import sections
 from tightrank.records import WorkerSpec
@@ -27,7 +28,7 @@ def known(engine: str, package: Path) -> frozenset[str]:
 
 def _vllm(package: Path) -> Iterator[str]:
     """model_executor/models/registry.py: tables _*_MODELS of architecture -> (module, class)."""
-    for statement in _parse(package / "model_executor" / "models" / "registry.py").body:
+    for statement in parse(package / "model_executor" / "models" / "registry.py").body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             name = getattr(statement.targets[0], "id", "")
             if name.endswith("_MODELS") and name not in _NO_LONGER:
@@ -43,14 +44,6 @@ def _sglang(package: Path) -> Iterator[str]:
 
 
 _READERS = {"vllm": _vllm, "sglang": _sglang}
-
-
-def _parse(path: Path) -> ast.Module:
-    """An empty module for a file that this Python cannot read. Raises OSError."""
-    try:
-        return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, RecursionError):
-        return ast.Module([], [])
 
 
 def in_transformers(architecture: str, model_type: str, transformers: Path | None) -> bool:

@@ -7,14 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightrank.check.item import Item, failed, passed, unknown, warned
+from tightrank.check.item import Item, failed, passed, unknown
 from tightrank.config.flags import FLAGS, has, value
-from tightrank.engines.base import sections
 from tightrank.records import WorkerSpec
 
 _CPU_VARIABLES = {"SGLANG_USE_CPU_ENGINE": "1", "VLLM_TARGET_DEVICE": "cpu"}
 _BFLOAT16 = (8, 0)           # vLLM platforms/cuda.py:649
-_FP8 = (8, 9)                # the kernels' own; below it weights are unpacked (Marlin, from 8.0 or 7.5 on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +89,19 @@ def local_ranks(spec: WorkerSpec) -> int:
     return max(1, spec.tensor_parallel * spec.pipeline_parallel // (int(nodes) if re.fullmatch(r"[1-9]\d{0,5}", nodes) else 1))
 
 
-def items(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str, str], model: Mapping[str, Any],
-          cpu: bool) -> Iterator[Item]:
+def weakest(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str, str]) -> tuple[int, int]:
+    """The compute capability of the weakest device that it must use, at best. There are devices."""
+    found = sorted((device.capability for device in candidates(facts, spec, environment)), reverse=True)
+    return found[:local_ranks(spec)][-1]
+
+
+def items(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str, str], cpu: bool) -> Iterator[Item]:
     ranks = local_ranks(spec)
     if cpu:
         yield passed("devices", f"{spec.engine} computes on the CPU here")
         return
     if not facts.devices:
-        yield unknown("devices", facts.why or "there is no NVIDIA device")
-        yield unknown("data type", facts.why or "there is no NVIDIA device")
+        yield unknown("devices", f"they and what data types they take cannot be told ({facts.why or 'no NVIDIA device'})")
         return
     found = candidates(facts, spec, environment)
     if len(found) < ranks:
@@ -108,23 +110,13 @@ def items(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str, str], 
         return
     names = sorted({device.name for device in found})
     yield passed("devices", f"{ranks} ranks on {len(found)} devices ({', '.join(names)})")
-    yield _data_type(spec, model, min(device.capability for device in found))
+    yield _data_type(spec, weakest(facts, spec, environment))
 
 
-def _data_type(spec: WorkerSpec, model: Mapping[str, Any], capability: tuple[int, int]) -> Item:
+def _data_type(spec: WorkerSpec, capability: tuple[int, int]) -> Item:
     item, shown = "data type", f"compute capability {capability[0]}.{capability[1]}"
-    asked, method = value(spec.argv, "--dtype"), quantization(spec, model)
+    asked = value(spec.argv, "--dtype")
     if asked in ("bfloat16", "bf16") and capability < _BFLOAT16:
         return failed(item, "dtype-unsupported", f"--dtype {asked} needs compute capability 8.0, and the device has "
                       f"{capability[0]}.{capability[1]}", "use --dtype half")
-    if "fp8" in method and capability < _FP8:
-        return warned(item, f"{method} has no kernels of its own under compute capability 8.9, and the device has "
-                      f"{capability[0]}.{capability[1]}: weights are unpacked, or it is refused", "use another quantization")
-    return passed(item, f"{asked or 'dtype auto'}{f', {method}' if method else ''} on {shown}")
-
-
-def quantization(spec: WorkerSpec, model: Mapping[str, Any]) -> str:
-    """The method asked for or that config.json names; "" for none."""
-    config = model.get("quantization_config") or sections(model).get("quantization_config")
-    named = config.get("quant_method") if isinstance(config, Mapping) else None
-    return str(value(spec.argv, "--quantization", "-q") or named or "")
+    return passed(item, f"{asked or 'dtype auto'} on {shown}")

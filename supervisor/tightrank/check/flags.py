@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tightrank.check.item import Item, failed, passed, unknown, warned
 from tightrank.check.program import ProgramFacts, ask, engine_environment
+from tightrank.check.source import parse
 from tightrank.config.flags import MASK, names, without_secrets
 from tightrank.records import WorkerSpec
 
@@ -65,7 +66,10 @@ def read(program: ProgramFacts, spec: WorkerSpec, environment: Mapping[str, str]
     """`thorough`: ask the parser whatever the sources say. Never raises."""
     if program.package is None:
         return FlagFacts(why=program.why)
-    may_be = frozenset(_candidates(program.package, _SOURCES.get(spec.engine, ())))
+    try:
+        may_be = frozenset(_candidates(program.package, _SOURCES.get(spec.engine, ())))
+    except OSError as unreadable:
+        return FlagFacts(why=f"the sources of {spec.engine} {program.release} cannot be read ({unreadable})")
     if not may_be:
         return FlagFacts(why=f"where {spec.engine} {program.release} lists its flags is not known")
     if not (thorough or strange(may_be, spec)):
@@ -87,13 +91,11 @@ def _arguments(spec: WorkerSpec) -> list[str]:
 
 
 def _candidates(package: Path, patterns: Iterable[str]) -> Iterator[str]:
-    """All that may be a long flag: text that looks like one, and fields that a parser makes flags of. More than there are."""
+    """All that may be a long flag: text that looks like one, and fields that a parser makes flags of. More than there are.
+    Raises OSError.
+    """
     for path in (path for pattern in patterns for path in package.glob(pattern)):
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError, RecursionError):
-            continue
-        for node in ast.walk(tree):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"--[\w-]+", node.value):
                 yield node.value.replace("_", "-")
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightrank.adapter import wire
-from tightrank.check.devices import Device, DeviceFacts, candidates, local_ranks, quantization
+from tightrank.check import quantization
+from tightrank.check.devices import Device, DeviceFacts, candidates, local_ranks
 from tightrank.check.item import Item, failed, passed, unknown, warned
 from tightrank.check.model import ModelFacts, reads_safetensors
 from tightrank.check.parallel import shape
@@ -79,7 +80,7 @@ def _growth(dtype: str, spec: WorkerSpec, model: Mapping[str, Any]) -> float:
     """Bytes in memory for each in the file. `auto` takes float32 weights to 16 bits; a quantization to 4 at the least."""
     if dtype not in _FLOATS:
         return 1.0
-    if quantization(spec, model):
+    if quantization.method(spec, model):
         return 1.0 if model.get("quantization_config") else 4 / _FLOATS[dtype]
     return _ASKED_BITS.get(value(spec.argv, "--dtype") or "auto", min(_FLOATS[dtype], 16)) / _FLOATS[dtype]
 

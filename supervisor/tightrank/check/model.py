@@ -18,6 +18,7 @@ INDEX = "model.safetensors.index.json"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
 _TOKENIZERS = re.compile(r"tokenizer\.(json|model)|tekken\.json|.*\.tiktoken|tiktoken\.model|spiece\.model|vocab\.(json|txt)|"
                          r"tokenizer\.mm\.model|tokenizer\.model\..+|sentencepiece\..*model")
+READ = ("vllm", "sglang")              # engines of which we know what they read
 # The rest of the load formats takes files of its own, or none (dummy).
 _READS_SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors")
 
@@ -103,7 +104,7 @@ def _tensors(path: Path, broken: list[str]) -> tuple[Tensor, ...]:
 
 
 def items(facts: ModelFacts, spec: WorkerSpec, surely: bool) -> Iterator[Item]:
-    """`surely`: the program is an engine that we know; else what it reads is its own affair."""
+    """`surely`: the program is an engine of which we know what it reads; else that is its own affair."""
     yield _weights(facts, spec, surely)
     yield _tokenizer(facts, spec, surely)
 

@@ -102,28 +102,22 @@ def engine_environment(spec: WorkerSpec, environment: Mapping[str, str]) -> dict
 
 def ask(python: str, script: str, arguments: Sequence[str], environment: Mapping[str, str], seconds: float,
         stdin: str = "") -> tuple[int, str, str]:
-    """(exit code, stdout, why not: the last line of stderr). Whatever it has started is ended with it."""
+    """(exit code, stdout, why not: the last line of stderr). Out of time it is ended with all that it has started."""
     try:
         process = subprocess.Popen([python, "-c", script, *arguments], env=dict(environment), text=True, errors="replace",
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                    start_new_session=True)
     except (OSError, ValueError) as error:
         return -1, "", str(error)
-    try:
-        out, err = process.communicate(stdin, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return -1, "", f"no answer within {seconds:g} s"
-    finally:
-        _end(process)
+    with process:
+        try:
+            out, err = process.communicate(stdin, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return -1, "", f"no answer within {seconds:g} s"
+        finally:
+            if process.returncode is None:             # not waited for: its number is still its own
+                os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, out, next(reversed(err.strip().splitlines()), "")
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
 
 
 def items(facts: ProgramFacts, spec: WorkerSpec) -> Iterator[Item]:
