@@ -67,15 +67,16 @@ def test_a_shard_that_is_missing_or_cut_off(make: Make, engine: str) -> None:
     deployment = make(engine)
     path = deployment.directory / "own" / "model.safetensors"
     os.truncate(path, path.stat().st_size // 2)
-    assert "model-unreadable: model weights: " in refused(deployment)
+    assert "model-unreadable: " in refused(deployment)
     path.rename(path.with_name("model-00001-of-00002.safetensors"))
     write_safetensors(path.with_name("model-00001-of-00002.safetensors"), {"a": ("BF16", [2])})
     assert "lacks model-00002-of-00002.safetensors" in refused(deployment)
 
 
 def test_three_ranks_of_two_kv_heads(make: Make) -> None:
-    assert "tensor-parallel-invalid: tensor parallel: tensor_parallel 3 does not divide 4 attention heads, 2 KV heads; " \
-        "use one of 1, 2, 4" in refused(make("vllm", tensor_parallel=3))
+    said = refused(make("vllm", tensor_parallel=3))
+    assert "tensor-parallel-invalid: " in said
+    assert "tensor_parallel 3 does not divide 4 attention heads, 2 KV heads; use one of 1, 2, 4" in said
 
 
 def test_more_kv_than_there_is_memory(make: Make) -> None:
@@ -93,5 +94,5 @@ def test_a_taken_port(make: Make) -> None:
 def test_a_mistyped_flag_is_refused_by_the_engines_own_parser(make: Make, engine: str, flag: str, near: str) -> None:
     done = tightrank("up", "-c", str(make(engine, (flag, "64")).file), timeout=CHECK_SECONDS)
     assert done.returncode == 78
-    assert "arguments-invalid: flags: " in done.stderr and f"unrecognized arguments: {flag}" in done.stderr
+    assert "arguments-invalid: " in done.stderr and f"unrecognized arguments: {flag}" in done.stderr
     assert f"did you mean {near}?" in done.stderr

@@ -37,7 +37,7 @@ def test_what_fails_starts_nothing(make: Make, tmp_path: Path) -> None:
     started = time.monotonic()
     done = deployment.run("up")
     assert done.returncode == 78 and time.monotonic() - started < PREFLIGHT_SECONDS
-    assert "tightrank: model-unreadable: model weights: " in done.stderr and "model.safetensors is cut off: " in done.stderr
+    assert "tightrank: model-unreadable: " in done.stderr and "model.safetensors is cut off: " in done.stderr
     assert not deployment.state.exists()
     assert deployment.run("check").returncode == 78
 
@@ -47,7 +47,7 @@ def test_force_starts_in_spite_of_it(make: Make, tmp_path: Path) -> None:
     cut_off(tmp_path)
     deployment.start("up", "--force", "-c", str(deployment.file))
     deployment.wait_phase("up")
-    assert "model-unreadable: model weights: " in deployment.output
+    assert "tightrank: model-unreadable: " in deployment.output
     assert deployment.terminate() == 0
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deployment import gone
+from helpers import wait_until
 from preflight import make_spec
 from tightrank.check import architecture, flags, program, quantization
 from tightrank.check.flags import FlagFacts
@@ -101,6 +103,15 @@ def test_a_python_that_does_not_answer_is_unknown(tmp_path: Path, monkeypatch: p
     assert [item.status for item in program.items(facts, make_spec())] == ["unknown"]
     assert [item.status for item in architecture.items(facts, LLAMA, make_spec(), {})] == ["unknown"]
     assert [item.status for item in flags.items(flags.read(facts, make_spec(), {}, True), facts, make_spec())] == ["unknown"]
+
+
+def test_a_python_that_does_not_answer_is_ended_with_all_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "PROBE_SECONDS", 2.0)
+    site = "import subprocess, time\nchild = subprocess.Popen(['sleep', '300'])\n" \
+           f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\ntime.sleep(300)"
+    write(tmp_path / "site", {"sitecustomize.py": site})
+    program.read(found(tmp_path / "site", tmp_path), ENVIRONMENT)
+    wait_until(gone([int((tmp_path / "pid").read_text())]), 5)
 
 
 def test_the_engines_python_gets_nothing_of_ours(vllm: Path, tmp_path: Path) -> None:

@@ -84,7 +84,9 @@ def test_several_workers_share_what_is_the_same_and_the_hosts_memory(tmp_path: P
                                                                              "tensor_parallel": 3}]
     found = look(tmp_path, deployment)
     assert len([item for item in found if item.item == "model weights"]) == 1
-    assert [item.sentence.partition(":")[0] for item in found if item.item == "tensor parallel"] == ["a", "b"]
+    first_said, second_said = (item.text for item in found if item.item == "tensor parallel")
+    assert first_said == "a: tensor_parallel 1 divides 4 attention heads, 2 KV heads (valid: 1, 2, 4)"
+    assert ": workers[1].tensor_parallel: tensor_parallel 3 does not divide" in second_said
     assert "each of 4 ranks takes about 1.00 GiB" in next(item.text for item in found if item.item == "memory of the host")
 
 
@@ -107,7 +109,9 @@ def test_check_for_people_and_machines(tmp_path: Path, deployment: dict[str, Any
     write(tmp_path, deployment)
     done = tightrank("check", cwd=tmp_path)
     assert done.returncode == 78 and "\033" not in done.stdout
-    assert done.stderr.startswith("tightrank: tensor-parallel-invalid: tensor_parallel 3 does not divide 4 attention heads")
+    line = (tmp_path / "tightrank.yaml").read_text().splitlines().index("  tensor_parallel: 3") + 1
+    assert done.stderr.startswith(f"tightrank: tensor-parallel-invalid: tightrank.yaml:{line}: workers[0].tensor_parallel: "
+                                  "tensor_parallel 3 does not divide 4 attention heads")
     rows = [line.split(maxsplit=1) for line in done.stdout.splitlines() if line.split()[:1] in (["pass"], ["fail"])]
     assert [status for status, text in rows if text.startswith("tensor parallel")] == ["fail"]
     told = json.loads(tightrank("check", "--json", cwd=tmp_path).stdout)

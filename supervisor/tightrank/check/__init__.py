@@ -25,7 +25,7 @@ from tightrank.check import (
     quantization,
     settings,
 )
-from tightrank.check.item import Item, passed, refused
+from tightrank.check.item import FAIL, Item, passed, refused
 from tightrank.check.needs import problems, refuse
 from tightrank.config import Config
 from tightrank.errors import ConfigError
@@ -35,6 +35,11 @@ from tightrank.records import MemoryReading, WorkerSpec
 
 __all__ = ["Facts", "WorkerFacts", "items", "look", "problems", "read", "refuse"]
 
+# The key to look at where an item of a worker fails; [] is the worker's.
+_KEYS = {"model weights": "model", "tokenizer": "model", "architecture": "model", "engine package": "command",
+         "tensor parallel": "workers[].tensor_parallel", "pipeline parallel": "workers[].pipeline_parallel",
+         "flags": "workers[].args", "data type": "workers[].args", "quantization": "workers[].args",
+         "devices": "workers[].devices", "settings": "workers[].env"}
 _NEEDS = {"state_directory": "state directory", "http.token_file": "token file", "command": "engine program", "hooks": "hooks"}
 
 
@@ -111,13 +116,22 @@ def _name(error: ConfigError) -> str:
 
 def _of_workers(facts: Facts) -> Iterator[Item]:
     """What all workers have in common once, the rest with the worker's name where there are several."""
-    found = {worker.spec.name: list(_of_worker(facts, worker)) for worker in facts.workers}
+    found = {worker.spec.name: [_placed(facts.config, index, item) for item in _of_worker(facts, worker)]
+             for index, worker in enumerate(facts.workers)}
     shared = set.intersection(*(set(each) for each in found.values())) if found else set()
     told: set[Item] = set()
     for name, each in found.items():
-        yield from (item if item in shared else replace(item, sentence=f"{name}: {item.sentence}")
+        yield from (item if item in shared or item.status == FAIL else replace(item, sentence=f"{name}: {item.sentence}")
                     for item in each if item not in told)
         told |= shared
+
+
+def _placed(config: Config, index: int, item: Item) -> Item:
+    """A failure says where what it is about was written, as every error of the configuration does."""
+    if item.status != FAIL or item.item not in _KEYS:
+        return item
+    key = _KEYS[item.item].replace("[]", f"[{index}]")
+    return replace(item, sentence=f"{config.places.get(key, 'default')}: {key}: {item.sentence}")
 
 
 def _of_worker(facts: Facts, worker: WorkerFacts) -> Iterator[Item]:

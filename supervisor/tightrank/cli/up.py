@@ -79,10 +79,12 @@ def _preflight(found: Sequence[Item], force: bool) -> None:
     """Says what is not in order. Raises ConfigError for the last thing that fails, unless it is to be started all the same."""
     failures = [item for item in found if item.status == FAIL]
     for item in found:
-        if item.status in (WARN, UNKNOWN) or (item.status == FAIL and (force or item is not failures[-1])):
-            print(f"tightrank: {item.cause or item.status}: {item.item}: {item.text}", file=sys.stderr)
+        if item.status in (WARN, UNKNOWN):
+            print(f"tightrank: {item.status}: {item.item}: {item.text}", file=sys.stderr)
+    for item in failures if force else failures[:-1]:
+        print(f"tightrank: {item.cause}: {item.text}", file=sys.stderr)
     if failures and not force:
-        raise ConfigError(f"{failures[-1].item}: {failures[-1].text}", cause=failures[-1].cause or "")
+        raise ConfigError(failures[-1].text, cause=failures[-1].cause or "")
     sys.stderr.flush()
 
 
