@@ -25,7 +25,8 @@ def test_what_is_unknown_does_not_keep_a_start_back(make: Make) -> None:
     deployment = make().up()
     deployment.wait_phase("up")
     said = deployment.output.splitlines()
-    assert any(line.startswith("tightrank: unknown: engine package: command is a program of its own") for line in said)
+    assert "tightrank: unknown: engine package, architecture, flags: command is a program of its own: which Python it runs " \
+        "cannot be told" in said
     assert any(line.startswith("tightrank: warn: model weights:") and "has no weights" in line for line in said)
     assert not any(line.startswith("tightrank: pass") for line in said)
     assert deployment.terminate() == 0

@@ -78,9 +78,12 @@ def bring_up(config: Config, force: bool) -> NoReturn:
 def _preflight(found: Sequence[Item], force: bool) -> None:
     """Says what is not in order. Raises ConfigError for the last thing that fails, unless it is to be started all the same."""
     failures = [item for item in found if item.status == FAIL]
+    names: dict[tuple[str, str], list[str]] = {}           # of items of which the same is to be said
     for item in found:
         if item.status in (WARN, UNKNOWN):
-            print(f"tightrank: {item.status}: {item.item}: {item.text}", file=sys.stderr)
+            names.setdefault((item.status, item.text), []).append(item.item)
+    for (status, text), items in names.items():
+        print(f"tightrank: {status}: {', '.join(items)}: {text}", file=sys.stderr)
     for item in failures if force else failures[:-1]:
         print(f"tightrank: {item.cause}: {item.text}", file=sys.stderr)
     if failures and not force:
