@@ -23,7 +23,7 @@ ENVIRONMENTS = {"vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
                 "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}}
 ARGUMENTS = {"vllm": ("--enforce-eager", "--max-num-seqs", "4"),
              "sglang": ("--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "16384")}
-UP_SECONDS, CHECK_SECONDS = 20, 90         # 1 s and 5 to 15 s on quiet cores
+UP_SECONDS, CHECK_SECONDS = 20, 150        # 1 s, and 5 to 15 s where the parser is asked, on quiet cores
 Make = Callable[..., Deployment]
 
 
@@ -48,7 +48,7 @@ def refused(deployment: Deployment) -> str:
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_good_configuration_passes_and_the_parser_has_the_last_word(make: Make, engine: str) -> None:
+def test_a_good_configuration_has_no_failure(make: Make, engine: str) -> None:
     deployment = make(engine)
     started = time.monotonic()
     done = tightrank("check", "--json", "-c", str(deployment.file), timeout=CHECK_SECONDS)
@@ -59,7 +59,6 @@ def test_a_good_configuration_passes_and_the_parser_has_the_last_word(make: Make
     for name in ("model weights", "tokenizer", "engine package", "architecture", "tensor parallel", "flags",
                  "memory of the host"):
         assert items[name]["status"] == "pass", items[name]
-    assert items["flags"]["sentence"].startswith("the parser of ")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

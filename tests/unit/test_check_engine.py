@@ -102,7 +102,8 @@ def test_a_python_that_does_not_answer_is_unknown(tmp_path: Path, monkeypatch: p
     assert facts.package is None and why in facts.why
     assert [item.status for item in program.items(facts, make_spec())] == ["unknown"]
     assert [item.status for item in architecture.items(facts, LLAMA, make_spec(), {})] == ["unknown"]
-    assert [item.status for item in flags.items(flags.read(facts, make_spec(), {}, True), facts, make_spec())] == ["unknown"]
+    unasked = flags.read(facts, make_spec(), {}, True, True)
+    assert [item.status for item in flags.items(unasked, facts, make_spec())] == ["unknown"]
 
 
 def test_a_python_that_does_not_answer_is_ended_with_all_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +222,7 @@ def test_a_quantization_of_which_nothing_can_be_told(tmp_path: Path) -> None:
     (("--max-modle-len=1", "--shm", "1"), ["--max-modle-len", "--shm"])])
 def test_flags_by_the_sources(vllm: Path, tmp_path: Path, args: tuple[str, ...], odd: list[str]) -> None:
     spec = found(vllm, tmp_path, args)
-    facts = flags.read(program.read(spec, ENVIRONMENT), spec, ENVIRONMENT, thorough=False)
+    facts = flags.read(program.read(spec, ENVIRONMENT), spec, ENVIRONMENT, thorough=False, may_ask=True)
     assert flags.strange(facts.may_be, spec) == odd
     assert facts.asked == bool(odd), "the parser is asked only where something is odd"
 
@@ -229,11 +230,11 @@ def test_flags_by_the_sources(vllm: Path, tmp_path: Path, args: tuple[str, ...],
 def test_the_engines_own_parser_decides(vllm: Path, tmp_path: Path) -> None:
     spec = found(vllm, tmp_path, ("--max-modle-len", "1", "--api-key", "s3cret-s3cret"))
     known = program.read(spec, ENVIRONMENT)
-    (item,) = flags.items(flags.read(known, spec, ENVIRONMENT, thorough=False), known, spec)
+    (item,) = flags.items(flags.read(known, spec, ENVIRONMENT, thorough=False, may_ask=True), known, spec)
     assert (item.status, item.cause) == ("fail", "arguments-invalid")
     assert "unrecognized arguments: --max-modle-len" in item.sentence and item.change == "did you mean --max-model-len?"
     good = found(vllm, tmp_path, ("--max-model-len", "1"))
-    (item,) = flags.items(flags.read(known, good, ENVIRONMENT, thorough=True), known, good)
+    (item,) = flags.items(flags.read(known, good, ENVIRONMENT, thorough=True, may_ask=True), known, good)
     assert item.status == "pass" and "the parser of vllm 0.32.0 takes the command line" in item.sentence
 
 
@@ -248,16 +249,23 @@ def test_a_secret_in_the_parsers_answer_is_masked(vllm: Path, tmp_path: Path) ->
                                   "import os\nos._exit(0)"])
 def test_a_parser_that_does_not_answer_only_warns(vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                   text: str) -> None:
-    monkeypatch.setattr(flags, "PARSER_SECONDS", 1.0)
+    monkeypatch.setattr(flags, "ODD_SECONDS", 1.0)
     (vllm / "vllm" / "__init__.py").write_text(text)
     spec = found(vllm, tmp_path, ("--max-modle-len", "1"))
     known = program.read(spec, ENVIRONMENT)
-    (item,) = flags.items(flags.read(known, spec, ENVIRONMENT, thorough=False), known, spec)
+    (item,) = flags.items(flags.read(known, spec, ENVIRONMENT, thorough=False, may_ask=True), known, spec)
     assert item.status == "warn" and "did you mean --max-model-len?" in item.text and "did not answer" in item.text
+
+
+def test_without_memory_for_it_the_parser_is_not_asked(vllm: Path, tmp_path: Path) -> None:
+    spec = found(vllm, tmp_path, ("--max-modle-len", "1"))
+    known = program.read(spec, ENVIRONMENT)
+    (item,) = flags.items(flags.read(known, spec, ENVIRONMENT, thorough=True, may_ask=False), known, spec)
+    assert item.status == "warn" and "too little memory" in item.text
 
 
 def test_sources_that_are_elsewhere_are_unknown(tmp_path: Path) -> None:
     write(tmp_path, {"vllm/engine/arg_utils.py": "("})
     known = ProgramFacts(tmp_path / "vllm", "9.9", sys.executable)
-    (item,) = flags.items(flags.read(known, make_spec(), {}, True), known, make_spec())
+    (item,) = flags.items(flags.read(known, make_spec(), {}, True, True), known, make_spec())
     assert item.status == "unknown" and "9.9" in item.sentence

@@ -77,18 +77,20 @@ def read(config: Config, specs: Sequence[WorkerSpec], inputs: Inputs, thorough: 
     """One look at everything."""
     state, environment = Path(config.state_directory), inputs.environment
     found = tuple(problems(config, specs, environment))
+    reading = MemoryReader().read(0.0)
+    spare = (reading.available_bytes or 0) - config.guard.floor_bytes - config.guard.margin_bytes
     runs = not any(error.cause == "engine-binary-missing" for error in found)
     with ThreadPoolExecutor() as pool:                     # the engines' Pythons are asked meanwhile
-        workers = pool.map(lambda spec: _worker(spec, inputs, thorough), specs if runs else ())
+        workers = pool.map(lambda spec: _worker(spec, inputs, thorough, spare > flags.PARSER_BYTES), specs if runs else ())
         return Facts(config, environment, inputs.model, found, model=model.read(Path(config.model)), devices=devices.read(),
-                     memory=MemoryReader().read(0.0), machine=machine.read(state), leftovers=leftovers.read(state, specs),
+                     memory=reading, machine=machine.read(state), leftovers=leftovers.read(state, specs),
                      health_checks=settings.read(config), workers=tuple(workers))
 
 
-def _worker(spec: WorkerSpec, inputs: Inputs, thorough: bool) -> WorkerFacts:
+def _worker(spec: WorkerSpec, inputs: Inputs, thorough: bool, may_ask: bool) -> WorkerFacts:
     found = program.read(spec, inputs.environment)
     return WorkerFacts(spec, found, quantization.read(found, spec, inputs.model),
-                       flags.read(found, spec, inputs.environment, thorough))
+                       flags.read(found, spec, inputs.environment, thorough, may_ask))
 
 
 def items(facts: Facts) -> Iterator[Item]:
