@@ -1,5 +1,5 @@
 """Flags that the installed release knows. Its sources tell in 0.4 s what may be one; what they do not have is asked of its own
-parser, which needs the engine imported: SGLang 5 s, vLLM 12 s on two quiet cores, five times that on busy ones, and 0.6 GiB. So
+parser, which needs the engine imported: SGLang 6 s, vLLM 9 s of CPU, three to six times that on busy cores, and 0.6 GiB. So
 `up` pays that only for a flag that is probably wrong, and `check` waits less for an answer that will probably be yes.
 """
 from __future__ import annotations
