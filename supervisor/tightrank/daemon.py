@@ -37,6 +37,7 @@ from tightrank.worker import Surroundings, Worker
 
 CALM_SECONDS, BUSY_SECONDS = 5.0, 0.25       # between ticks when nothing happens; a death, a line or a record wakes at once
 CALM_TABLE_SECONDS, BUSY_TABLE_SECONDS = 15.0, 0.25
+LOOK_SECONDS = 0.5                           # at the guard's page while it is calm
 COALESCE_SECONDS = 0.02                      # what comes together is read together
 FAULTS_IN_A_ROW = 20                         # ticks that raise, then the daemon ends and the guard starts it again
 DESCRIPTORS = 1 << 16                        # as many as we may have: HTTP clients must not take those that readings need

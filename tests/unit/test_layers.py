@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("engines", "host", "inputs", "logs", "gateway"),
     ("readers",),
-    ("plan", "diagnose", "decide", "watch", "launch", "admission"),
+    ("plan", "diagnose", "decide", "levels", "watch", "launch", "admission"),
     ("check", "act"),
     ("generation",),
     ("worker",),
