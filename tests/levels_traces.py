@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tightrank import levels
 from tightrank.config.shape import Level
 from tightrank.daemon import BUSY_SECONDS, CALM_SECONDS, LOOK_SECONDS
-from tightrank.levels import Ladder, Rules, Sample
+from tightrank.levels import ladder as levels
+from tightrank.levels.ladder import Ladder, Rules, Sample
 
 MIB, GIB = 1 << 20, 1 << 30
 FLOOR = 1536 * MIB

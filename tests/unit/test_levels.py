@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from levels_traces import FLOOR, GIB, MIB, RULES, Trace, drive, fired, noisy, ramp
-from tightrank import levels
-from tightrank.levels import GAP_SECONDS, LEVELS, STEPS, Ladder, Rules, Sample, advance
+from tightrank.levels import ladder as levels
+from tightrank.levels.ladder import GAP_SECONDS, LEVELS, STEPS, Ladder, Rules, Sample, advance
 
 AMPLE = FLOOR + 8 * GIB
 

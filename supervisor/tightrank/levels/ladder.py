@@ -47,8 +47,8 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The levels of one place: "host", or a worker's ranks. `least_bytes`: what a rank must have had before it counts: a
-    device whose rest lies under a mark was sized so."""
+    """The levels of one place: the host, or a worker's ranks. `armed` False: memory has not been over all marks yet and does
+    not count: a device whose rest lies under a mark was sized so."""
     rungs: tuple[Rung, ...] = (Rung(),) * len(LEVELS)
     window: tuple[tuple[float, int], ...] = ()         # (monotonic, available), oldest first
     latest: Sample | None = None
@@ -82,6 +82,11 @@ class Rules:
     def mark(self, level: Level) -> int:
         return self.floor_bytes + level.threshold_bytes
 
+    @property
+    def highest(self) -> int:
+        """Over this no level is in force for good; 0 where all are off."""
+        return max((self.over(level) for level in self.levels if level.mode != "off"), default=0)
+
     def over(self, level: Level) -> int:
         """What it takes to go back."""
         return self.mark(level) + level.hysteresis_bytes
@@ -95,7 +100,7 @@ def advance(ladder: Ladder, rules: Rules, sample: Sample) -> Ladder:
     gap = before is None or sample.monotonic - before.monotonic > GAP_SECONDS
     window = _window(() if gap else ladder.window, sample)
     known = sample.available_bytes
-    armed = ladder.armed or (known is not None and known >= max(map(rules.over, rules.levels)))
+    armed = ladder.armed or (known is not None and known >= rules.highest)
     seen = replace(ladder, window=window, latest=sample, fall=fall(window), armed=armed)
     rungs: list[Rung] = []
     free = True                    # whether the levels before have fired
@@ -183,7 +188,7 @@ def close(rules: Rules, before: Sample | None, now: Sample) -> bool:
     """Whether two looks far from the floor say that a closer one is due: under the first mark's way back, or soon there."""
     if now.available_bytes is None:
         return False
-    room = now.available_bytes - max((rules.over(level) for level in rules.levels if level.mode != "off"), default=0)
+    room = now.available_bytes - rules.highest
     if room < 0:
         return True
     if before is None or before.available_bytes is None or now.monotonic <= before.monotonic:
