@@ -98,6 +98,7 @@ class Generation:
         self.prefill_width = 0             # keys of the last one
         self.budget = spec.line.budget if spec.line else None    # of the line, as we last told it
         self.shed: Shed | None = None
+        self.aborts, self.abort_why = 0, ""
         self._budget_sent: Future[str] | None = None
         self._budget_due = now
         self._hurt_monotonic: float | None = None

@@ -154,7 +154,7 @@ class Worker:
         {ActionKind.START: self._start, ActionKind.ADMIT: self._admit, ActionKind.DRAIN: self._drain,
          ActionKind.STOP: self._stop, ActionKind.BACK_OFF: self._back_off, ActionKind.FAIL: self._fail,
          ActionKind.REST: self._rest, ActionKind.TIGHTEN: self._tighten, ActionKind.SHED: self._shed,
-         ActionKind.ABORT: lambda *_: None}[decision.kind](decision, now)      # an abort is for the gateway, which hears of it
+         ActionKind.ABORT: self._abort}[decision.kind](decision, now)
 
     def step_ending(self, table: ProcessTable, now: float) -> None:
         """Goes on ending the tree. The diagnosis may grow clearer with the lines that still come."""
@@ -230,6 +230,11 @@ class Worker:
     def _shed(self, decision: Decision, now: float) -> None:
         if self.run is not None:
             self.run.shed = decision.shed
+
+    def _abort(self, decision: Decision, now: float) -> None:
+        """For the gateway, which knows the requests."""
+        if self.run is not None:
+            self.run.aborts, self.run.abort_why = self.run.aborts + 1, decision.sentence
 
     def _close(self) -> None:
         if self._ending is not None:

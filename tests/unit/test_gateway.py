@@ -314,21 +314,21 @@ class Waiting:
 
 def test_an_abort_ends_the_longest_prompt_that_waits_there_and_nothing_else() -> None:
     peers, legs = Peers(), [Waiting(100), Waiting(9000), Waiting(0), Waiting(500)]
-    peers.told("http://s", [supervised("a", generation=2), supervised("b")])
+    other, why = supervised("b"), "ending the largest prefill in flight: host: 10 MiB over the floor"
+    peers.told("http://s", [supervised("a", generation=2, aborts=5), other])
     peers.members["a"].legs |= set(legs[:3])
     peers.members["b"].legs.add(legs[3])
-    peers.abort_largest("a", 1, "of an older generation")
-    peers.abort_largest("nobody", 2, "gone")
-    assert not any(leg.failure for leg in legs)
-    peers.abort_largest("a", 2, "ending the largest prefill in flight: host: 10 MiB over the floor")
+    peers.told("http://s", [supervised("a", generation=2, aborts=5), other])
+    assert not any(leg.failure for leg in legs), "what was before we came, or is told again"
+    peers.told("http://s", [supervised("a", generation=2, aborts=6, abort_why=why), other])
     assert [leg.failure is not None for leg in legs] == [False, True, False, False]
     failure = legs[1].failure
-    assert failure is not None and failure.kind is Failure.ABORTED and "memory is short" in str(failure)
+    assert failure is not None and failure.kind is Failure.ABORTED and why in str(failure)
     peers.failed(failure)
     assert peers.members["a"].standing is Standing.UP, "it is as well as before"
     peers.members["a"].legs = {legs[2]}
-    peers.abort_largest("a", 2, "nothing waits")
-    assert legs[2].failure is None
+    peers.told("http://s", [supervised("a", generation=2, aborts=7), other])
+    assert legs[2].failure is None, "nothing waits"
 
 
 def test_a_long_prompt_is_kept_from_those_that_shed_without_counting_where_bytes_tell() -> None:

@@ -84,15 +84,6 @@ class Peers:
             self._end_legs(member, why)
             self._stand(member, *_told_standing(member.peer))
 
-    def abort_largest(self, peer_id: str, generation: int, why: str) -> None:
-        """Ends the longest prompt that waits there for its first token, if there is one."""
-        member = self.members.get(peer_id)
-        if member is None or member.peer.generation != generation:
-            return
-        victim = max(member.legs, key=lambda leg: leg.waiting_tokens, default=None)
-        if victim is not None and victim.waiting_tokens:
-            victim.fail(LegFailed(Failure.ABORTED, member.peer, f"memory is short there; {why}"))
-
     def unheard(self, supervisor: str, why: str) -> None:
         """The supervisor's stream is lost: what it said may be over."""
         for member in self.members.values():
@@ -103,6 +94,8 @@ class Peers:
         old, member.peer = member.peer, peer
         if peer.generation != old.generation or (old.running and not peer.running):
             self._end_legs(member, peer.reason or f"generation {old.generation} has ended", old)
+        if peer.generation == old.generation and peer.aborts > old.aborts:
+            _abort_largest(member)
         if peer.generation != old.generation or peer.up != old.up:
             self._stand(member, *_told_standing(peer))
         elif not peer.up:
@@ -174,6 +167,13 @@ class Peers:
     def _end_legs(self, member: Member, why: str, peer: Peer | None = None) -> None:
         for leg in list(member.legs):
             leg.fail(LegFailed(Failure.ENDED, peer or member.peer, why))
+
+
+def _abort_largest(member: Member) -> None:
+    """Ends the longest prompt that waits there for its first token, if there is one."""
+    victim = max(member.legs, key=lambda leg: leg.waiting_tokens, default=None)
+    if victim is not None and victim.waiting_tokens:
+        victim.fail(LegFailed(Failure.ABORTED, member.peer, f"memory is short there; {member.peer.abort_why}"))
 
 
 def _told_standing(peer: Peer) -> tuple[Standing, str]:

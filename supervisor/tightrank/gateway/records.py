@@ -51,6 +51,8 @@ class Peer:
     chunk_tokens: int | None = None        # the largest chunk of its prefill
     drains: bool = False                   # it is being ended on request and still serves what it has
     shed: Shed | None = None               # what it refuses while memory is short
+    aborts: int = 0                        # how often its largest prefill was to be ended, in this generation
+    abort_why: str = ""
 
     @property
     def up(self) -> bool:

@@ -85,11 +85,9 @@ class Supervisors:
             reading.cancel()
 
     def _hear(self, url: str, event: Mapping[str, Any]) -> None:
-        """What cannot wait for the status: the end of a generation, which every request of it is told now, and an abort."""
+        """The end of a generation, without waiting for the status: every request of it is told now."""
         if event["kind"] == "phase" and event["data"].get("to") == "stopping" and not event["data"].get("drains"):
             self._peers.ended(self._id(event["worker"], url), event["generation"], event["sentence"])
-        if event["kind"] == "decision" and event["data"].get("action") == "abort":
-            self._peers.abort_largest(self._id(event["worker"], url), event["generation"], event["sentence"])
 
     def _id(self, worker: str, url: str) -> str:
         return f"{worker}@{urlsplit(url).netloc}" if len(self._urls) > 1 else worker
@@ -131,7 +129,8 @@ def _peer(worker: Mapping[str, Any], peer_id: str, supervisor: str) -> Peer:
         retry_after_seconds=max(1, math.ceil(next_start - time.time())) if next_start else None,
         longest_prompt_tokens=worker["longest_prompt_tokens"], chunk_tokens=line.get("maximum"),
         drains=worker["drains"],
-        shed=Shed(int(shed["new_tokens"]), int(shed["retry_after_seconds"]), str(shed["why"])) if shed else None)
+        shed=Shed(int(shed["new_tokens"]), int(shed["retry_after_seconds"]), str(shed["why"])) if shed else None,
+        aborts=int(worker.get("aborts", 0)), abort_why=str(worker.get("abort_why", "")))
 
 
 def _pulse(body: Mapping[str, Any]) -> Pulse:

@@ -54,6 +54,8 @@ class WorkerStatus:
     drains: bool = False                   # being ended on request: the requests that it has may still end well
     headroom: Mapping[str, Any] | None = None    # what bounds the KV cache, and on which rank; None: nobody has told
     shed: Shed | None = None               # what is refused while memory is short
+    aborts: int = 0                        # how often, in this generation, its largest prefill was to be ended; the gateway
+    abort_why: str = ""                    # does it when it sees the number grow, so that no event is obeyed twice
 
 
 @dataclass(frozen=True, slots=True)
