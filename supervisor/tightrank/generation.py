@@ -231,9 +231,10 @@ class Generation:
         if call is None or told <= {self.budget}:
             return
         if self._budget_sent is not None and self._budget_sent.done():
-            if why := self._budget_sent.result():
-                self._say("line", f"the engine was told its budget and refused: {why}", {})
-            self._budget_sent = None
+            why, self._budget_sent = self._budget_sent.result(), None
+            if why and why not in self._problems:
+                self._problems.add(why)
+                self._say("line", f"the engine was told the line's budget and refused: {why}", {})
         if self._budget_sent is None and now >= self._budget_due:
             self._budget_sent, self._budget_due = prober.send(call), now + BUDGET_SECONDS
 
