@@ -126,6 +126,14 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing() -> None:
     assert site.decisions == [] and "taking all prompts again" in " ".join(site.said("dry-run"))
 
 
+def test_a_dry_run_is_told_for_a_worker_that_comes_up_later() -> None:
+    dry = [replace(level, mode="dry-run") for level in RULES.levels]
+    site = Site(view(phase=Phase.STARTING), guard=replace(GUARD, tighten=dry[0], shed=dry[1])).run(3.0, LOW)
+    assert site.said("dry-run") == []
+    site.views["w"] = view(generation=5)
+    assert len(site.run(1.0, LOW).said("dry-run")) == 2
+
+
 def test_what_is_off_neither_acts_nor_speaks() -> None:
     site = Site(view(), guard=replace(GUARD, shed=replace(GUARD.shed, mode="off"))).run(4.0, LOW)
     assert site.kinds() == ["tighten w", "abort w"] and not [text for text in site.said() if "shed" in text]

@@ -34,10 +34,19 @@ _WOULD = {"tighten": "lower the line's budget", "shed": "refuse long prompts", "
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """How one worker is to be held while the levels are as they are."""
+    budget: int | None
+    shed: Shed | None
+
+
+@dataclass(frozen=True, slots=True)
 class Levels:
-    """The ladders. Those of `workers` are for one generation each: (generation, the rank's name, ladder)."""
+    """The ladders. Those of `workers` are for one generation each: (generation, the rank's name, ladder). `dry`: how a dry
+    run would hold each worker by now, (generation, so)."""
     host: Ladder = field(default_factory=Ladder)
     workers: Mapping[str, tuple[int, str, Ladder]] = field(default_factory=dict)
+    dry: Mapping[str, tuple[int, Wanted]] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
@@ -54,21 +63,16 @@ class Levels:
         return max(self.host.depth(level), ladder.depth(level))
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """How one worker is to be held while the levels are as they are."""
-    budget: int | None
-    shed: Shed | None
-
-
 def step(before: Levels, guard: Guard, snapshot: Snapshot, views: Sequence[WorkerView]
          ) -> tuple[Levels, list[Event], list[Decision]]:
     """The levels now, what they say (with what a dry run would do), and what is to be done."""
     rules = rules_now(guard, snapshot.guard)
     after = Levels(advance(before.host, rules, _host_sample(snapshot)), dict(_workers(before, rules, snapshot, views)))
     serving = [view for view in views if view.phase in _SERVING]
+    dry = {view.name: (view.generation, wanted(after, guard, rules, view, "dry-run")) for view in serving}
+    after = replace(after, dry=dry)
     decisions = [decision for view in serving for decision in _held(after, guard, rules, view)]
-    events = [*_said(before, after, rules, snapshot.unix), *_dry(before, after, guard, rules, serving, snapshot.unix)]
+    events = [*_said(before, after, rules, snapshot.unix), *_dry(before, after, rules, serving, snapshot.unix)]
     if after.host.rungs[2].acts > before.host.rungs[2].acts:
         aborted = _abort(after, rules, snapshot, serving)
         decisions += [aborted] if aborted and guard.abort.mode == "act" else []
@@ -203,12 +207,13 @@ def _why(levels: Levels, rules: Rules, worker: str) -> str:
     return sentence(HOST, levels.host, rules)
 
 
-def _dry(before: Levels, after: Levels, guard: Guard, rules: Rules, views: Sequence[WorkerView], unix: float
-         ) -> Iterator[Event]:
+def _dry(before: Levels, after: Levels, rules: Rules, views: Sequence[WorkerView], unix: float) -> Iterator[Event]:
     """What would have been decided by the levels that only say so."""
     for view in views:
-        held, want = (wanted(levels, guard, rules, view, "dry-run") for levels in (before, after))
-        for decision in _changes(after, rules, view, held, want):
+        generation, held = before.dry.get(view.name, (0, None))
+        if held is None or generation != view.generation:
+            held = Wanted(view.line.budget if view.line else None, None)
+        for decision in _changes(after, rules, view, held, after.dry[view.name][1]):
             yield Event(unix, "dry-run", view.name, view.generation, f"dry run: {decision.sentence}",
                         {"action": decision.kind.value, "reason": decision.reason})
 
