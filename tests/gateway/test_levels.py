@@ -52,10 +52,13 @@ def test_the_victim_of_an_abort_gets_an_error_that_says_why(make_stack: Any, eng
     stack = make_stack(engine, pairs, abort=ON)
     prefiller = stack.fleet["p0" if pairs else "w0"]
     prefiller.fault("slow-prefill", seconds=4, count=1)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         started = time.monotonic()
         running = pool.submit(stack.gateway.post, "/v1/completions", completion("x" * 3000, stream=stream))
+        wait_until(lambda: prefiller.log("start"), 5)
+        short = pool.submit(stack.gateway.post, "/v1/completions", completion())
         answer = running.result(20)
+        assert short.result(20).status_code == 200
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["worker"]) == (503, "aborted_memory_pressure", prefiller.name)
     assert "tightrank ended this request" in error["message"] and "MiB available" in error["message"]
@@ -63,8 +66,9 @@ def test_the_victim_of_an_abort_gets_an_error_that_says_why(make_stack: Any, eng
     assert int(answer.headers["retry-after"]) >= 1 and time.monotonic() - started < 15
     if engine == "sglang":
         aborted = wait_until(lambda: prefiller.log("abort"), 5)
-        assert aborted[0]["rid"].startswith("tightrank-") and any(each["found"] for each in aborted)
-    wait_until(lambda: prefiller.log("gone", "end"), 5, "the engine has let it go")
+        longest = max(prefiller.log("start"), key=lambda event: event["bytes"])
+        assert aborted[0]["rid"] == longest["rid"] and longest["rid"].startswith("tightrank-")
+    wait_until(lambda: prefiller.log("gone"), 5, "the engine has let it go")
     workers = {worker["name"]: worker for worker in stack.gateway.status()["workers"]}
     assert workers[prefiller.name]["standing"] == "up", "it is as well as before"
     assert 'leg_failures_total{reason="aborted"} 1' in stack.gateway.client.get("/metrics").text
