@@ -1,5 +1,5 @@
 """Fills memory as fast as the machine can, or at a rate, and stops by itself:
-`python hog.py --bytes N [--bytes-per-second N] [--seconds S] [--name TEXT]`.
+`python hog.py --bytes N [--bytes-per-second N] [--leave-bytes N] [--seconds S] [--name TEXT]`.
 
 One thread per core maps anonymous chunks with MAP_POPULATE (ctypes gives up the GIL for the call, mmap.mmap does not).
 Never more than --bytes; whatever happens it ends after --seconds. Prints "start" before the first chunk and "full" at
@@ -27,14 +27,21 @@ def libc() -> ctypes.CDLL:
     return library
 
 
-def fill(library: ctypes.CDLL, total: int, chunk: int, threads: int, rate: float) -> None:
-    """Maps `total` bytes, rounded down to whole chunks, and leaves them mapped."""
+def available() -> int:
+    with open("/proc/meminfo", "rb") as file:
+        return int(file.read().partition(b"MemAvailable:")[2].split(None, 1)[0]) * 1024
+
+
+def fill(library: ctypes.CDLL, total: int, chunk: int, threads: int, rate: float, leave: int) -> None:
+    """Maps `total` bytes, rounded down to whole chunks, and leaves them mapped; less where only `leave` are available."""
     tickets, begin = itertools.count(), time.monotonic()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
 
     def work() -> None:
         while (ticket := next(tickets)) < total // chunk:
             time.sleep(max(0.0, begin + ticket * chunk / rate - time.monotonic()))
+            if leave and available() < leave + chunk:
+                return
             if library.mmap(None, chunk, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == MAP_FAILED:
                 return
 
@@ -49,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="fill memory, bounded in bytes and in time")
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--bytes-per-second", type=float, default=float("inf"))
+    parser.add_argument("--leave-bytes", type=int, default=0)
     parser.add_argument("--chunk-bytes", type=int, default=16 << 20)
     parser.add_argument("--seconds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -58,7 +66,8 @@ def main() -> None:
     library = libc()
     library.prctl(PR_SET_NAME, options.name.encode(), 0, 0, 0)
     print("start", flush=True)
-    fill(library, options.bytes, options.chunk_bytes, options.threads, options.bytes_per_second)
+    fill(library, options.bytes, options.chunk_bytes, options.threads, options.bytes_per_second,
+         options.leave_bytes)
     print("full", flush=True)
     signal.pause()
 

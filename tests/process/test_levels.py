@@ -103,19 +103,20 @@ def test_shed_refuses_long_prompts_and_takes_short_ones(make: Make) -> None:
 
 
 def test_a_hog_that_stops_is_met_in_order_the_server_lives_and_all_goes_back(make: Make) -> None:
-    """It takes 2.1 GiB at 100 MiB/s and stops some 600 MiB over the floor (the supervisor and its engine take 250 MiB)."""
+    """It takes some 2 GiB at 100 MiB/s and stops 700 MiB over the floor."""
     floor = MemAvailable().read(0) - 3000 * MIB
     levels = {"tighten": level("2000MiB"), "shed": level("1300MiB"), "abort": level("64MiB", duration="1s")}
     settings = {"guard": {"floor": f"{floor}B", "margin": "64MiB", **levels}, "line": {**LINE, "context": 16384}}
     deployment = make(settings=settings).up()
     deployment.wait_phase("up")
-    with subprocess.Popen([*HOG, "--bytes", str(2150 * MIB), "--bytes-per-second", str(100 * MIB), "--threads", "1",
-                           "--seconds", "28"], stdout=subprocess.DEVNULL) as hog:
+    with subprocess.Popen([*HOG, "--bytes", str(6000 * MIB), "--bytes-per-second", str(100 * MIB), "--threads", "1",
+                           "--leave-bytes", str(floor + 700 * MIB), "--seconds", "40"], stdout=subprocess.DEVNULL) as hog:
         try:
-            wait_until(lambda: "shed" in fired(deployment), 30)
+            wait_until(lambda: "shed" in fired(deployment), 38)
             assert deployment.post("/admission", {"prompt_tokens": 16000}).status_code == 429
             complete(deployment)
-            hog.wait(40)
+            wait_until(lambda: MemAvailable().read(0) < floor + 760 * MIB or hog.poll() is not None, 40)
+            complete(deployment)
         finally:
             hog.kill()
     wait_until(lambda: not any(row["in_force"] for row in deployment.status()["levels"]), 30, "all has gone back")
@@ -134,10 +135,10 @@ def test_a_hog_that_goes_on_meets_all_levels_before_the_guard(make: Make) -> Non
     levels = {"tighten": level("1500MiB"), "shed": level("1000MiB"), "abort": level("500MiB")}
     deployment = make(settings={"guard": {"floor": f"{floor}B", "margin": "64MiB", **levels}}).up()
     deployment.wait_phase("up")
-    with subprocess.Popen([*HOG, "--bytes", str(2800 * MIB), "--bytes-per-second", str(200 * MIB), "--threads", "1",
-                           "--seconds", "25"], stdout=subprocess.DEVNULL) as hog:
+    with subprocess.Popen([*HOG, "--bytes", str(6000 * MIB), "--bytes-per-second", str(200 * MIB), "--threads", "1",
+                           "--seconds", "30"], stdout=subprocess.DEVNULL) as hog:
         try:
-            wait_until(lambda: deployment.status().get("guard", {}).get("stops"), 25, "the guard acted")
+            wait_until(lambda: deployment.status().get("guard", {}).get("stops"), 28, "the guard acted")
         finally:
             hog.kill()
     stopped = next(event["unix"] for event in deployment.events("cause") if event["data"]["cause"] == "guard-floor")
