@@ -7,6 +7,7 @@ from typing import Any
 
 from tightrank.records import (
     Diagnosis,
+    LevelStatus,
     LineSpec,
     MemoryReading,
     Phase,
@@ -18,6 +19,8 @@ from tightrank.records import (
 )
 
 LINE = LineSpec(budget=200_000_000, floor_budget=256 * 8192, minimum=256, maximum=2048, granule=256)
+LEVELS = (LevelStatus("shed", "host", "dry-run", 2 << 30, True, 3, 4.5, "host: 1900 MiB available, 876 MiB over the floor"),
+          LevelStatus("stop", "host", "act", 1 << 30, False, 0, 4.5, "host: 1900 MiB available, 876 MiB over the floor"))
 TOO_SMALL = Diagnosis("kv-pool-too-small", "No memory is left.", ("RuntimeError: Not enough memory.",),
                       "raise --mem-fraction-static (now 0.01)", False, {"fraction": 0.01})
 

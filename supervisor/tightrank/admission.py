@@ -1,6 +1,7 @@
 """Whether a request can be taken now: a pure answer from one Status and the request's own numbers.
 
-400: it can never fit, so the client must change it. 503: there is no capacity now, so the client may try again.
+400: it can never fit, so the client must change it. 503: there is no capacity now, so the client may try again. 429: memory is
+short and the prompt is long; shorter ones are taken.
 """
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any, cast
 
 from tightrank.adapter import line
 from tightrank.errors import CAUSES
-from tightrank.records import Phase, Status, WorkerStatus
+from tightrank.records import Phase, Shed, Status, WorkerStatus
 
 STARTING_RETRY_SECONDS = 5     # a starting worker is asked about again soon: its real time to ready is not known
 FAILED_RETRY_SECONDS = 60      # a person has to change something first
@@ -88,7 +89,10 @@ def admit(status: Status, request: AdmissionRequest, now_unix: float) -> Verdict
     ready = [w for w in fitting if w.ready and not status.draining and _has_decode(status, w)]
     if not ready:
         return _not_ready(status, fitting, now_unix)
-    chosen = max(ready, key=lambda w: w.line_budget or 0)
+    taking = [w for w in ready if (limit := _shed_tokens(status, w)) is None or _new_tokens(request) <= limit]
+    if not taking:
+        return _shed(status, ready, request)
+    chosen = max(taking, key=lambda w: w.line_budget or 0)
     return Verdict(200, "", "", worker=chosen.name, largest_prompt_tokens=largest[chosen.name])
 
 
@@ -103,6 +107,32 @@ def _decodes(status: Status) -> list[WorkerStatus]:
 def _has_decode(status: Status, worker: WorkerStatus) -> bool:
     decodes = _decodes(status)
     return worker.role != "prefill" or not decodes or any(w.ready for w in decodes)
+
+
+def _new_tokens(request: AdmissionRequest) -> int:
+    return request.prompt_tokens - request.cached_tokens
+
+
+def _sheds(status: Status, worker: WorkerStatus) -> list[Shed]:
+    """What stands against long prompts at `worker`; of the decode workers that would go on with them, where all say so."""
+    decodes = [w.shed for w in _decodes(status) if w.ready] if worker.role == "prefill" else []
+    behind = [shed for shed in decodes if shed is not None] if None not in decodes else []
+    return ([worker.shed] if worker.shed else []) + behind
+
+
+def _shed_tokens(status: Status, worker: WorkerStatus) -> int | None:
+    """The most new tokens that are taken; None: no such limit now."""
+    return min((shed.new_tokens for shed in _sheds(status, worker)), default=None)
+
+
+def _shed(status: Status, ready: list[WorkerStatus], request: AdmissionRequest) -> Verdict:
+    """Of the worker that takes the longest prompts."""
+    sheds = [min(_sheds(status, w), key=lambda shed: shed.new_tokens) for w in ready]
+    shed = max(sheds, key=lambda shed: shed.new_tokens)
+    longest = shed.new_tokens + request.cached_tokens
+    return Verdict(429, "memory_pressure", f"prompt_tokens={request.prompt_tokens}: memory is short, so at most {longest} "
+                   f"prompt tokens are taken now ({shed.why}); try again later, or a shorter prompt", param="prompt_tokens",
+                   largest_prompt_tokens=longest, retry_after_seconds=shed.retry_after_seconds)
 
 
 def _never_fits(request: AdmissionRequest, largest: int) -> Verdict:

@@ -18,12 +18,14 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-from tightrank import act, api, breaker, check, decide, engines, host, hygiene, inputs, plan, serve, sockets, status
+from tightrank import act, api, breaker, decide, engines, host, hygiene, inputs, levels, plan, serve, sockets, status
 from tightrank.adapter import pages
 from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
+from tightrank.engines import installed
 from tightrank.errors import CAUSES, EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
 from tightrank.generation import Generations
+from tightrank.levels.ladder import Sample, close
 from tightrank.logs import Sink
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.guard import GuardReader
@@ -38,6 +40,7 @@ from tightrank.worker import Surroundings, Worker
 
 CALM_SECONDS, BUSY_SECONDS = 5.0, 0.25       # between ticks when nothing happens; a death, a line or a record wakes at once
 CALM_TABLE_SECONDS, BUSY_TABLE_SECONDS = 15.0, 0.25
+LOOK_SECONDS = 0.5                           # at the guard's page while it is calm
 COALESCE_SECONDS = 0.02                      # what comes together is read together
 FAULTS_IN_A_ROW = 20                         # ticks that raise, then the daemon ends and the guard starts it again
 DESCRIPTORS = 1 << 16                        # as many as we may have: HTTP clients must not take those that readings need
@@ -67,6 +70,8 @@ class Daemon:
         self.kernel = KernelLog()
         nvidia = NvidiaReader()
         self.watch = Watch(MemoryReader(), self.guard, nvidia)
+        self.levels, self.looked = levels.Levels(), Sample(0.0, None)
+        self.told: list[Event] = []          # by the levels in this tick
         self.beat = pages.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
         facts = host.read()
         self.specs = plan.build(config, facts, inputs.read(config, os.environ))
@@ -120,8 +125,10 @@ class Daemon:
         """The program."""
         self._collect()
         snapshot = self._read()
-        decisions = decide.decide(snapshot, [worker.view(snapshot.monotonic) for worker in self.workers], self.policy)
-        for decision in decisions:
+        views = [worker.view(snapshot.monotonic) for worker in self.workers]
+        decisions = decide.decide(snapshot, views, self.policy)
+        self.levels, self.told, held = levels.step(self.levels, self.config.guard, snapshot, views)
+        for decision in (*decisions, *held):
             self._worker(decision.worker).apply(decision, snapshot.monotonic)
         for worker in self.workers:
             worker.step_ending(self.watch.table, snapshot.monotonic)
@@ -161,10 +168,10 @@ class Daemon:
 
     def _publish(self, snapshot: Snapshot) -> None:
         self.board.publish(status.build(self.config.name, self.started_unix, snapshot, self.workers, self.policy,
-                                        draining=self.stops > 0))
-        for worker in self.workers:          # after the status: who reads it because of an event must see what it tells
-            for event in worker.take_events():
-                self._write(event)
+                                        self.stops > 0, levels.rows(self.levels, self.config.guard, snapshot.guard)))
+        # After the status: who reads it because of an event must see what it tells.
+        for event in (*self.told, *(event for worker in self.workers for event in worker.take_events())):
+            self._write(event)
         if self.sink.trouble != self.log_trouble:
             self.log_trouble = self.sink.trouble
             self._say("daemon", f"logs: {self.log_trouble or 'written again'}")
@@ -180,9 +187,20 @@ class Daemon:
         poll = select.poll()
         for descriptor in (self.wake_read, *(fd for worker in self.workers for fd in worker.descriptors())):
             poll.register(descriptor, select.POLLIN)
-        calm = all(worker.phase not in _MOVING for worker in self.workers)
-        if poll.poll((CALM_SECONDS if calm else BUSY_SECONDS) * 1000):
-            time.sleep(COALESCE_SECONDS)
+        calm = all(worker.phase not in _MOVING for worker in self.workers) and not self.levels.busy
+        for _ in range(round(CALM_SECONDS / LOOK_SECONDS) if calm else 1):
+            if poll.poll((LOOK_SECONDS if calm else BUSY_SECONDS) * 1000):
+                time.sleep(COALESCE_SECONDS)
+                return
+            if self._close_to_a_level():
+                return
+
+    def _close_to_a_level(self) -> bool:
+        """Whether memory asks for a tick before its time. Of the guard's last sample, so that a look costs 10 us and no tick:
+        two a second are 0.02 % of a core over what waking costs."""
+        page, before = self.guard.read(), self.looked
+        self.looked = Sample(time.monotonic(), page.get("available_bytes"))
+        return close(levels.rules_now(self.config.guard, page), before, self.looked)
 
     # --- signals and the end ------------------------------------------------------------------------------------------
 
@@ -262,7 +280,7 @@ class Daemon:
     def _breaker(self, facts: host.HostFacts) -> breaker.Breaker:
         spec = self.specs[0]                 # one engine for all workers
         path = {**os.environ, **spec.env}.get("PATH", os.defpath)
-        release = check.installed_release(spec.argv, engines.get(spec.engine).distribution, path)
+        release = installed.release(spec.argv, engines.get(spec.engine).distribution, path)
         return breaker.Breaker(self.state / "breaker.json", breaker.facts(facts, release), os.environ,
                                partial(self._say, "daemon"))
 
@@ -287,7 +305,7 @@ class Daemon:
 
     def _write(self, event: Event) -> None:
         self.journal.append(event)
-        if event.kind in ("phase", "decision", "cause", "daemon", "hygiene"):
+        if event.kind in ("phase", "decision", "cause", "daemon", "hygiene", "level", "dry-run"):
             place = f"{event.worker}: " if event.worker else ""
             self.sink.say(f"{place}{event.sentence}")
 

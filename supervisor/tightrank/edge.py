@@ -23,6 +23,7 @@ CONNECTIONS = 256            # each costs a descriptor of the daemon, which need
 STREAMS = 32                 # open event streams; each costs a socket and a task
 
 
+_TYPES = {429: "rate_limit_error"}
 _EXTRA = ("largest_prompt_tokens", "cause", "runbook")      # in the error (a client's exception holds only that), where known
 
 
@@ -49,8 +50,9 @@ class Connection(H11Protocol):
 
 def _error(status: int, detail: dict[str, Any], headers: Any = None) -> JsonResponse:
     extra = {key: detail.pop(key) for key in _EXTRA if detail.get(key) is not None}
-    error = {"message": detail["message"], "type": "invalid_request_error" if status < 500 else "server_error",
-             "param": detail.get("param"), "code": detail.get("code"), **extra}
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    error = {"message": detail["message"], "type": kind, "param": detail.get("param"), "code": detail.get("code"),
+             **extra}
     return JsonResponse({"error": error, "source": "tightrank"}, status, headers)
 
 

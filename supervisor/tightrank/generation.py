@@ -29,6 +29,7 @@ from tightrank.records import (
     ProbeResult,
     ProcessId,
     RankReading,
+    Shed,
     StartStep,
     WorkerReading,
     WorkerSpec,
@@ -44,6 +45,7 @@ _STEPS = list(StartStep)
 # What engines print again and again while nothing moves: no sign of progress.
 _WAITS = re.compile(r"No available shared memory broadcast block|[Ww]aiting for ")
 TAIL_LINES = 40
+BUDGET_SECONDS = 1.0               # between two requests with the same budget; a rank says it with its next look
 OOM_SECONDS = 20.0                 # an engine may wait for a killed process of its own before it ends
 MEMORY_SECONDS = 60.0              # how far back the lowest available memory is of interest when an engine dies
 _SECRET_CHARACTERS = 4             # a shorter one would mask half of what the engine says
@@ -102,6 +104,12 @@ class Generation:
         self.lost_role: str | None = None  # of the first process that said hello and is gone
         self.over_line_steps = 0
         self.longest_step_seconds: float | None = None       # of the prefill steps
+        self.prefill_width = 0             # keys of the last one
+        self.budget = spec.line.budget if spec.line else None    # of the line, as we last told it
+        self.shed: Shed | None = None
+        self.aborts, self.abort_why = 0, ""
+        self._budget_sent: Future[str] | None = None
+        self._budget_due = now
         self._hurt_monotonic: float | None = None
         self._oom_kills: int | None = None
         self._oom_monotonic: float | None = None             # of the last one in this generation's life
@@ -154,6 +162,7 @@ class Generation:
         self.over_line_steps += sum(step.over for step in steps)
         if steps:
             self.longest_step_seconds = max(self.longest_step_seconds or 0.0, *(step.milliseconds / 1000 for step in steps))
+            self.prefill_width = steps[-1].width
         return steps
 
     def _take_fault(self, pid: int, hook: str, where: str, error: str) -> None:
@@ -238,6 +247,26 @@ class Generation:
             if self.result.health_ok and self.healthy_since is None:
                 self.healthy_since = self.progress = now
                 self.step = StartStep.WARMING
+
+    def tell_budget(self, budget: int, now: float) -> None:
+        """The line's budget from now on. vLLM's scheduler reads it from the page; others are asked (`step_budget`)."""
+        self.budget, self._budget_due = budget, now
+        if self.launched.control is not None:
+            self.launched.control.publish(budget)
+
+    def step_budget(self, prober: Prober, reading: WorkerReading, now: float) -> None:
+        """Asks the engine again until each rank that tells its budget has ours. Where it is read from the page: nothing."""
+        call = engines.get(self.spec.engine).budget(self.spec, self.budget) if self.budget is not None else None
+        told = {rank.facts["line_budget"] for rank in reading.ranks if "line_budget" in rank.facts}
+        if call is None or told <= {self.budget}:
+            return
+        if self._budget_sent is not None and self._budget_sent.done():
+            why, self._budget_sent = self._budget_sent.result(), None
+            if why and why not in self._problems:
+                self._problems.add(why)
+                self._say("line", f"the engine was told the line's budget and refused: {why}", {})
+        if self._budget_sent is None and now >= self._budget_due:
+            self._budget_sent, self._budget_due = prober.send(call), now + BUDGET_SECONDS
 
     @property
     def proof(self) -> Diagnosis | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tightrank import __version__
-from tightrank.records import Phase, RankReading, Status, WorkerStatus
+from tightrank.records import LevelStatus, Phase, RankReading, Status, WorkerStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,6 +41,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("guard_sample_age_seconds", "gauge", "Time since the guard's last sample."),
     Metric("guard_samples_total", "counter", "Samples that the guard has taken."),
     Metric("guard_stops_total", "counter", "Times that the guard ended the ranks at the floor."),
+    Metric("guard_level", "gauge", "1 while a level before the floor (action) is in force; reason: the place that is short."),
+    Metric("guard_level_acts_total", "counter", "Times that a level has acted, or would have in a dry run."),
+    Metric("guard_level_mark_bytes", "gauge", "Available memory under which a level fires."),
+    Metric("guard_floor_in_seconds", "gauge", "Time until the floor is reached if memory falls on as it does now."),
     Metric("guard_daemon_starts_total", "counter", "Starts of the daemon by the guard."),
     Metric("worker_phase", "gauge", "1 for the phase that the worker is in, 0 for the others."),
     Metric("worker_ready", "gauge", "1 when the worker has served a real request in this generation and may be used."),
@@ -99,6 +103,8 @@ def _samples(status: Status | None, lost_events: int) -> Iterator[Sample]:
     yield "tick_age_seconds", {}, max(now - status.updated_monotonic, 0.0)
     yield from _memory(status)
     yield from _guard(status, now)
+    for level in status.levels:
+        yield from _level(level)
     for worker in status.workers:
         yield from _worker(worker)
 
@@ -130,6 +136,16 @@ def _guard(status: Status, now: float) -> Iterator[Sample]:
     yield "guard_samples_total", {}, page.get("samples")
     yield "guard_stops_total", {}, page.get("stops")
     yield "guard_daemon_starts_total", {}, page.get("daemon_starts")
+
+
+def _level(level: LevelStatus) -> Iterator[Sample]:
+    labels = {"action": level.level, "mode": level.mode, "reason": level.place}
+    if level.level != "stop":                # the guard's own, which has its metrics
+        yield "guard_level", labels, level.in_force
+        yield "guard_level_acts_total", labels, level.acts
+        yield "guard_level_mark_bytes", labels, level.mark_bytes
+    else:
+        yield "guard_floor_in_seconds", {}, level.floor_in_seconds
 
 
 def _worker(worker: WorkerStatus) -> Iterator[Sample]:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from tightrank import __version__
 from tightrank.decide import Policy, missing_hooks
-from tightrank.records import LineSpec, Phase, Snapshot, Status, WorkerReading, WorkerStatus
+from tightrank.records import LevelStatus, LineSpec, Phase, Snapshot, Status, WorkerReading, WorkerStatus
 from tightrank.watch import tightest
 from tightrank.worker import Worker, hook_roles
 
 
 def build(name: str, started_unix: float, snapshot: Snapshot, workers: Sequence[Worker], policy: Policy,
-          draining: bool) -> Status:
+          draining: bool, levels: tuple[LevelStatus, ...] = ()) -> Status:
     """Ready means: every worker is up. The reason is that of the first worker that is not."""
     states = tuple(_worker(worker, snapshot, policy) for worker in workers)
     reasons = [f"{state.name}: {state.reason}" for state in states if not state.ready]
@@ -23,7 +23,7 @@ def build(name: str, started_unix: float, snapshot: Snapshot, workers: Sequence[
         name=name, version=__version__, started_unix=started_unix, updated_unix=time.time(),
         updated_monotonic=time.monotonic(), ready=not reasons, reason="; ".join(reasons), draining=draining,
         memory=snapshot.memory, guard=snapshot.guard, floor_bytes=policy.floor_bytes,
-        tightest_rank=tightest(snapshot.workers), workers=states)
+        tightest_rank=tightest(snapshot.workers), workers=states, levels=levels)
 
 
 def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
@@ -43,7 +43,8 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
         processes=reading.processes, hooks_wanted=tuple(spec.hooks), log_tail=worker.tail(),
         served_model=spec.served_model, address=spec.address, transfer_port=spec.transfer_port,
         longest_step_seconds=run.longest_step_seconds if run else None, drains=worker.drains,
-        headroom=run.headroom if run else None)
+        headroom=run.headroom if run else None, shed=run.shed if run else None,
+        aborts=run.aborts if run else 0, abort_why=run.abort_why if run else "")
 
 
 def _facts(reading: WorkerReading, name: str) -> list[int]:

@@ -113,6 +113,8 @@ class Worker:
         self.run.remember_memory(snapshot.memory.available_bytes, snapshot.guard.get("lowest_available_bytes"), now)
         if self.phase is Phase.STARTING:
             self.run.step_probe(self._around.prober, now)
+        elif self.phase in (Phase.UP, Phase.DRAINING):
+            self.run.step_budget(self._around.prober, snapshot.workers[self.template.name], now)
         if self._failures and self.phase is Phase.UP and now - self.since > STEADY_SECONDS:
             self._forget_failures()
 
@@ -135,7 +137,8 @@ class Worker:
             guard_stops_at_start=run.guard_stops if run else 0, ended=self._ended,
             end_trouble=self._ending.trouble(now) if self._ending else None, diagnosis=self.diagnosis,
             failures_in_row=self._failures, next_start_monotonic=self.next_start, requests=requests,
-            restart_wanted=self._restart_wanted)
+            restart_wanted=self._restart_wanted, line=spec.line, budget=run.budget if run else None,
+            shed=run.shed if run else None, prefill_width=run.prefill_width if run else 0)
 
     def watched(self) -> Watched:
         return self.run.watched() if self.run else Watched(self.template.name, self.generation)
@@ -165,7 +168,8 @@ class Worker:
         self._say("decision", decision.sentence, {"action": decision.kind.value, "reason": decision.reason})
         {ActionKind.START: self._start, ActionKind.ADMIT: self._admit, ActionKind.DRAIN: self._drain,
          ActionKind.STOP: self._stop, ActionKind.BACK_OFF: self._back_off, ActionKind.FAIL: self._fail,
-         ActionKind.REST: self._rest}[decision.kind](decision, now)
+         ActionKind.REST: self._rest, ActionKind.TIGHTEN: self._tighten, ActionKind.SHED: self._shed,
+         ActionKind.ABORT: self._abort}[decision.kind](decision, now)
 
     def step_ending(self, table: ProcessTable, now: float) -> None:
         """Goes on ending the tree. The diagnosis may grow clearer with the lines that still come."""
@@ -239,6 +243,19 @@ class Worker:
     def _rest(self, decision: Decision, now: float) -> None:
         self._close()
         self._enter(Phase.STOPPED, now)
+
+    def _tighten(self, decision: Decision, now: float) -> None:
+        if self.run is not None and decision.budget is not None:
+            self.run.tell_budget(decision.budget, now)
+
+    def _shed(self, decision: Decision, now: float) -> None:
+        if self.run is not None:
+            self.run.shed = decision.shed
+
+    def _abort(self, decision: Decision, now: float) -> None:
+        """For the gateway, which knows the requests."""
+        if self.run is not None:
+            self.run.aborts, self.run.abort_why = self.run.aborts + 1, decision.sentence
 
     def _close(self) -> None:
         if self._ending is not None:

@@ -1,4 +1,5 @@
-"""Fills memory as fast as the machine can, and stops by itself: `python hog.py --bytes N [--seconds S] [--name TEXT]`.
+"""Fills memory as fast as the machine can, or at a rate, and stops by itself:
+`python hog.py --bytes N [--bytes-per-second N] [--leave-bytes N] [--seconds S] [--name TEXT]`.
 
 One thread per core maps anonymous chunks with MAP_POPULATE (ctypes gives up the GIL for the call, mmap.mmap does not).
 Never more than --bytes; whatever happens it ends after --seconds. Prints "start" before the first chunk and "full" at
@@ -13,6 +14,7 @@ import mmap
 import os
 import signal
 import threading
+import time
 
 PR_SET_NAME = 15
 MAP_FAILED = ctypes.c_void_p(-1).value
@@ -25,13 +27,21 @@ def libc() -> ctypes.CDLL:
     return library
 
 
-def fill(library: ctypes.CDLL, total: int, chunk: int, threads: int) -> None:
-    """Maps `total` bytes, rounded down to whole chunks, and leaves them mapped."""
-    tickets = itertools.count()
+def available() -> int:
+    with open("/proc/meminfo", "rb") as file:
+        return int(file.read().partition(b"MemAvailable:")[2].split(None, 1)[0]) * 1024
+
+
+def fill(library: ctypes.CDLL, total: int, chunk: int, threads: int, rate: float, leave: int) -> None:
+    """Maps `total` bytes, rounded down to whole chunks, and leaves them mapped; less where only `leave` are available."""
+    tickets, begin = itertools.count(), time.monotonic()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
 
     def work() -> None:
-        while next(tickets) < total // chunk:
+        while (ticket := next(tickets)) < total // chunk:
+            time.sleep(max(0.0, begin + ticket * chunk / rate - time.monotonic()))
+            if leave and available() < leave + chunk:
+                return
             if library.mmap(None, chunk, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == MAP_FAILED:
                 return
 
@@ -45,6 +55,8 @@ def fill(library: ctypes.CDLL, total: int, chunk: int, threads: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="fill memory, bounded in bytes and in time")
     parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--bytes-per-second", type=float, default=float("inf"))
+    parser.add_argument("--leave-bytes", type=int, default=0)
     parser.add_argument("--chunk-bytes", type=int, default=16 << 20)
     parser.add_argument("--seconds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -54,7 +66,8 @@ def main() -> None:
     library = libc()
     library.prctl(PR_SET_NAME, options.name.encode(), 0, 0, 0)
     print("start", flush=True)
-    fill(library, options.bytes, options.chunk_bytes, options.threads)
+    fill(library, options.bytes, options.chunk_bytes, options.threads, options.bytes_per_second,
+         options.leave_bytes)
     print("full", flush=True)
     signal.pause()
 

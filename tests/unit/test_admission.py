@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from samples import LINE, TOO_SMALL, failed, status, worker
 from tightrank.adapter import line
 from tightrank.admission import FAILED_RETRY_SECONDS, STARTING_RETRY_SECONDS, AdmissionRequest, Verdict, admit
-from tightrank.records import Phase, Status
+from tightrank.records import Phase, Shed, Status
 
 NOW = 1000.0
 
@@ -108,6 +108,38 @@ def test_a_prefill_worker_needs_a_decode_worker() -> None:
     assert verdict.retry_after_seconds == FAILED_RETRY_SECONDS
     starting = status(worker(name="p", role="prefill"), worker(name="d", role="decode", ready=False, phase=Phase.STARTING))
     assert ask(starting, 10).retry_after_seconds == STARTING_RETRY_SECONDS
+
+
+SHED = Shed(2048, 10, "host: 1700 MiB available, 164 MiB over the floor")
+
+
+def test_while_memory_is_short_long_prompts_wait_and_short_ones_do_not() -> None:
+    held = status(worker(shed=SHED))
+    assert ask(held, 2048).status == 200
+    refused = ask(held, 2049)
+    assert (refused.status, refused.code, refused.param) == (429, "memory_pressure", "prompt_tokens")
+    assert (refused.largest_prompt_tokens, refused.retry_after_seconds) == (2048, 10)
+    assert "2048" in refused.message and SHED.why in refused.message
+    assert ask(held, 100_000).status == 400, "what never fits is not to come back"
+
+
+def test_what_is_cached_does_not_count_while_memory_is_short() -> None:
+    held = status(worker(shed=SHED))
+    assert ask(held, 4000, cached_tokens=1952).status == 200
+    refused = ask(held, 4000, cached_tokens=1951)
+    assert refused.status == 429 and refused.largest_prompt_tokens == 3999
+
+
+def test_a_long_prompt_goes_where_memory_is_not_short() -> None:
+    held = status(worker(name="a", shed=SHED, line_budget=10**9), worker(name="b"))
+    assert ask(held, 5000).worker == "b" and ask(held, 100).worker == "a"
+    assert ask(held, 5000, worker="a").status == 429
+
+
+def test_a_decode_worker_that_is_short_of_memory_counts_unless_another_is_not() -> None:
+    prefill, short = worker(name="p", role="prefill"), worker(name="d", role="decode", shed=SHED)
+    assert ask(status(prefill, short), 5000).status == 429
+    assert ask(status(prefill, short, worker(name="e", role="decode")), 5000).status == 200
 
 
 @given(st.integers(1, 10**9), st.integers(0, 10**9), st.integers(1, 10**9), st.integers(1, 10**12))

@@ -1,6 +1,7 @@
 """The gateway's pure parts: events, bodies, routes, predictions, what proves that an engine is frozen, standings."""
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tightrank.gateway import pick, protocol, sse
+from tightrank.gateway import admit, pick, protocol, sse
+from tightrank.gateway.intake import Asked, understood
 from tightrank.gateway.pace import Pace, joined
 from tightrank.gateway.peers import Member, Peers
 from tightrank.gateway.records import Failure, LegFailed, Peer, Pulse, Route, Standing
 from tightrank.gateway.watchdog import frozen
+from tightrank.records import Shed
 
 
 def peer(name: str, role: str = "both", **changes: Any) -> Peer:
@@ -294,6 +297,60 @@ def test_silent_to_a_probe_beside_our_own_legs_is_only_busy() -> None:
     a.legs.clear()
     peers.probed(a, LegFailed(Failure.SILENT, a.peer, "3 s"))
     assert a.standing is Standing.OUT
+
+
+# --- memory that is short ---------------------------------------------------------------------------------------------
+
+class Waiting:
+    """A leg whose prompt waits for its first token."""
+
+    def __init__(self, tokens: int) -> None:
+        self.opened, self.waiting_tokens = 0.0, tokens
+        self.failure: LegFailed | None = None
+
+    def fail(self, failure: LegFailed) -> None:
+        self.failure = failure
+
+
+def test_an_abort_ends_the_longest_prompt_that_waits_there_and_nothing_else() -> None:
+    peers, legs = Peers(), [Waiting(100), Waiting(9000), Waiting(0), Waiting(500)]
+    other, why = supervised("b"), "ending the largest prefill in flight: host: 10 MiB over the floor"
+    peers.told("http://s", [supervised("a", generation=2, aborts=5), other])
+    peers.members["a"].legs |= set(legs[:3])
+    peers.members["b"].legs.add(legs[3])
+    peers.told("http://s", [supervised("a", generation=2, aborts=5), other])
+    assert not any(leg.failure for leg in legs), "what was before we came, or is told again"
+    peers.told("http://s", [supervised("a", generation=2, aborts=6, abort_why=why), other])
+    assert [leg.failure is not None for leg in legs] == [False, True, False, False]
+    failure = legs[1].failure
+    assert failure is not None and failure.kind is Failure.ABORTED and why in str(failure)
+    peers.failed(failure)
+    assert peers.members["a"].standing is Standing.UP, "it is as well as before"
+    peers.members["a"].legs = {legs[2]}
+    peers.told("http://s", [supervised("a", generation=2, aborts=7), other])
+    assert legs[2].failure is None, "nothing waits"
+
+
+def test_a_long_prompt_is_kept_from_those_that_shed_without_counting_where_bytes_tell() -> None:
+    shed = Shed(100, 10, "why")
+    members = [Member(peer("a", shed=shed), Standing.UP), Member(peer("b"), Standing.UP)]
+
+    def refused(**body: Any) -> list[str]:
+        asked = understood(Asked("POST", "/v1/completions", "/v1/completions", {}, "id", json.dumps(body).encode()))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(admit, "_count", counted)
+            return list(asyncio.run(admit.shedding(asked, members, None)))  # type: ignore[arg-type]
+
+    async def counted(asked: Asked, *_: Any) -> int | None:
+        counts.append(asked.prompt_limit)
+        return answers.pop()
+
+    counts: list[int] = []
+    answers: list[int | None] = [101, 100, None]
+    assert refused(prompt="x" * 10) == [] and refused(prompt=[1] * 100) == [] and refused(prompt=[1] * 101) == ["a"]
+    assert counts == []
+    assert refused(prompt="x" * 300) == [], "by its estimate, where nobody can count"
+    assert refused(prompt="x" * 300) == [] and refused(prompt="x" * 300) == ["a"] and len(counts) == 3
 
 
 def test_a_lost_supervisor_makes_suspect_and_a_word_of_it_asks_again() -> None:

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("engines", "host", "inputs", "logs", "gateway"),
     ("readers",),
-    ("plan", "diagnose", "decide", "watch", "launch", "admission", "breaker", "hygiene"),
+    ("plan", "diagnose", "decide", "levels", "watch", "launch", "admission", "breaker", "hygiene"),
     ("check", "act"),
     ("generation",),
     ("worker",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from samples import failed, rank, status, worker
+from samples import LEVELS, failed, rank, status, worker
 from tightrank.metrics import METRICS, render
 from tightrank.records import Phase
 
@@ -40,11 +40,18 @@ def test_a_ready_deployment() -> None:
 
 
 def test_every_metric_of_the_table_can_appear_and_nothing_else() -> None:
-    full = status(worker(), failed(name="w1"))
+    full = status(worker(), failed(name="w1"), levels=LEVELS)
     full = replace(full, memory=replace(full.memory, cgroup_limit_bytes=1 << 30))
     names = {key.partition("{")[0] for key in series(render(full))}
     assert names == {metric.name for metric in METRICS}
     assert all((metric.kind == "counter") == metric.name.endswith("_total") for metric in METRICS)
+
+
+def test_a_level_says_where_and_how() -> None:
+    found = series(render(status(levels=LEVELS)))
+    assert found['guard_level{action="shed",mode="dry-run",reason="host"}'] == 1
+    assert found['guard_level_acts_total{action="shed",mode="dry-run",reason="host"}'] == 3
+    assert found["guard_floor_in_seconds"] == 4.5
 
 
 def test_unknown_is_absent_never_0() -> None:

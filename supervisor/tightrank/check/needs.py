@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 
 from tightrank import engines
 from tightrank.config import Config, read_secret
+from tightrank.engines import installed
 from tightrank.errors import ConfigError
 from tightrank.records import WorkerSpec
 
@@ -84,7 +85,7 @@ def _program(config: Config, spec: WorkerSpec, path: str) -> Iterator[ConfigErro
         yield config.error("command", f"{stranger}; then set command to the program of that environment",
                            "engine-binary-missing")
         return
-    found = installed_release(spec.argv, engine.distribution, path)
+    found = installed.release(spec.argv, engine.distribution, path)
     for hook in spec.hooks:
         if found is not None and _numbers(found) < engine.releases[hook]:
             wanted = ".".join(map(str, engine.releases[hook]))
@@ -95,30 +96,12 @@ def _program(config: Config, spec: WorkerSpec, path: str) -> Iterator[ConfigErro
 def namesake(argv: Sequence[str], file: str, what: str, path: str) -> str | None:
     """A sentence when the environment of the program has another project's package of the engine's name: one without
     `file`, which the engine's has. None: it has not, or it cannot be told from here (a package that is built in place)."""
-    environment = _environment(argv, path)
+    environment = installed.environment(argv, path)
     if not file or environment is None:
         return None
     packages = environment.glob(f"lib/python3*/site-packages/{PurePath(file).parts[0]}")
     found = next((package for package in packages if not (package.parent / file).exists()), None)
     return None if found is None else f"{found} is {what}"
-
-
-def installed_release(argv: Sequence[str], distribution: str, path: str) -> str | None:
-    """The release of the engine in the environment of the program that starts it; None: it cannot be told from here."""
-    environment = _environment(argv, path)
-    if environment is None:
-        return None
-    found = {match.name.removesuffix(".dist-info").partition("-")[2]
-             for match in environment.glob(f"lib/python3*/site-packages/{distribution}-*.dist-info")}
-    release = found.pop() if len(found) == 1 else ""
-    return release if release and "dev" not in release else None   # a build from source carries any number
-
-
-def _environment(argv: Sequence[str], path: str) -> Path | None:
-    """The Python environment of the engine's program."""
-    names = [word for word in argv if re.fullmatch(r"vllm|sglang|python[0-9.]*", PurePath(word).name)]
-    program = shutil.which(names[0], path=path) if names else None
-    return Path(program).absolute().parent.parent if program is not None else None
 
 
 def _numbers(release: str) -> tuple[int, ...]:

@@ -19,9 +19,14 @@ def status_text(body: Json, colour: bool = False, now_unix: float | None = None)
     if tightest:
         lines.append(f"tightest rank  {tightest['worker']} {tightest['role']} "
                      f"{'' if tightest['rank'] is None else tightest['rank']}: {gib(tightest['available_bytes'])} available")
+    lines += [_level(level) for level in body.get("levels", ()) if level["in_force"]]
     for worker in body["workers"]:
         lines += ["", *_worker(worker, colour, now)]
     return "\n".join(lines)
+
+
+def _level(level: Json) -> str:
+    return f"level {level['level']} is in force{' (dry run)' if level['mode'] == 'dry-run' else ''}  {level['sentence']}"
 
 
 def gib(count: float | None) -> str:

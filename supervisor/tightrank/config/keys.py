@@ -41,6 +41,26 @@ class Key:
         return self.path.rpartition(".")[0]
 
 
+# The levels before `stop`, which is guard.floor itself; in the order in which they fire.
+LEVELS: Mapping[str, tuple[str, tuple[str, str, str]]] = {
+    "tighten": ("lowers the line's budget, so that prefill chunks are smaller", ("guard.margin", "1s", "10s")),
+    "shed": ("refuses long prompts (429)", ("half of guard.tighten.threshold", "2s", "10s")),
+    "abort": ("ends the largest prefill in flight", ("half of guard.shed.threshold", "2s", "5s")),
+}
+
+
+def _level(name: str) -> tuple[Key, ...]:
+    does, (threshold, duration, pause) = LEVELS[name]
+    return (
+        Key(f"guard.{name}.mode", Choice(("act", "dry-run", "off")), f"Level {name}: {does}. dry-run: only says that it would.",
+            "act"),
+        Key(f"guard.{name}.threshold", Size(), "It fires with less available memory than guard.floor + this.", unset=threshold),
+        Key(f"guard.{name}.duration", Duration(0, 3600), "For so long it must have been less, or about to be.", duration),
+        Key(f"guard.{name}.pause", Duration(0.001, 3600), "It acts again, or goes back by a step, after so long.", pause),
+        Key(f"guard.{name}.hysteresis", Size(), "It goes back with more than guard.floor + threshold + this.",
+            unset="half of its threshold"))
+
+
 _ALL = (
     Key("name", _NAME, "Name of the deployment; it names the state directory too.", "tightrank"),
     Key("model", Path(), "Directory of the model (with its config.json).", required=True),
@@ -63,6 +83,9 @@ _ALL = (
     Key("guard.floor", Size(), "Available memory below which all ranks are ended; 0B: no floor.", "1.5GiB"),
     Key("guard.margin", Size(), "Memory kept free above the floor.", "512MiB"),
     Key("guard.priority", Whole(0, 9), "Of several guards on a host the highest acts first: the floor + 64 MiB for each.", "0"),
+    *_level("tighten"),
+    *_level("shed"),
+    *_level("abort"),
     Key("line.budget", Whole(1, 10**15), "Token² budget B: new tokens x longest key length of a batch stay under it.",
         "2.0e8"),
     Key("line.minimum", _TOKENS, "Smallest chunk (tokens) of a request that was accepted.", "256"),
@@ -134,7 +157,8 @@ _ALL = (
     Key("workers[].api_key_file", Path(), "File with the engine's API key.", unset="the engine asks for none"),
 )
 KEYS: Mapping[str, Key] = {key.path: key for key in _ALL}
-SECTIONS = ("http", "guard", "line", "indexer", "headroom", "empty_cache", "limits", "hygiene", "pd", "gateway")
+SECTIONS = ("http", "guard", "guard.tighten", "guard.shed", "guard.abort", "line", "indexer", "headroom", "empty_cache",
+            "limits", "hygiene", "pd", "gateway")
 TABLES = ("workers[]", "gateway.workers[]")      # lists of such sections
 
 # No settings: the engines' mark and door, the cache of the set-up, the token of the command line's client.
@@ -161,7 +185,9 @@ def json_schema() -> dict[str, Any]:
     """A JSON Schema (2020-12) of tightrank.yaml: of a deployment, or of a gateway alone."""
     top = _object("")
     for section in SECTIONS:
-        top["properties"][section] = _object(section)
+        above, _, name = section.rpartition(".")
+        place = top["properties"][above] if above else top
+        place["properties"][name] = _object(section)
     for table in TABLES:
         section, _, name = table.removesuffix("[]").rpartition(".")
         place = top["properties"][section] if section else top

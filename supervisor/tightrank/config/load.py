@@ -5,12 +5,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from tightrank.config import units
 from tightrank.config.flags import without_secrets
-from tightrank.config.keys import COMMANDS, KEYS, USUAL_HOOKS, Key
+from tightrank.config.keys import COMMANDS, KEYS, LEVELS, USUAL_HOOKS, Key
 from tightrank.config.secrets import read_secret
 from tightrank.config.shape import (
     Config,
@@ -22,6 +23,7 @@ from tightrank.config.shape import (
     Http,
     Hygiene,
     Indexer,
+    Level,
     Limits,
     Line,
     Pd,
@@ -78,7 +80,7 @@ def resolve(entries: Mapping[str, Entry], environment: Mapping[str, str], whole:
         top["hooks"] = resolver.settle("hooks", USUAL_HOOKS[top["engine"]])
     if top["state_directory"] is None:
         top["state_directory"] = resolver.settle("state_directory", _state_directory(top["name"], environment))
-    http, guard = Http(**resolver.section("http")), Guard(**resolver.section("guard"))
+    http, guard = Http(**resolver.section("http")), _guard(resolver)
     line, limits = Line(**resolver.section("line")), Limits(**resolver.section("limits"))
     config = Config(**top, http=http, guard=guard, line=line, indexer=Indexer(**resolver.section("indexer")),
                     headroom=Headroom(**resolver.section("headroom")),
@@ -95,6 +97,28 @@ def _state_directory(name: str, environment: Mapping[str, str]) -> str:
         return f"/var/lib/tightrank/{name}"
     home = environment.get("XDG_STATE_HOME") or f"{environment.get('HOME', '')}/.local/state"
     return f"{home}/tightrank/{name}"
+
+
+def _guard(resolver: _Resolver) -> Guard:
+    section = resolver.section("guard")
+    tighten = _level(resolver, "tighten", section["margin_bytes"])
+    shed = _level(resolver, "shed", tighten.threshold_bytes // 2)
+    return Guard(**section, tighten=tighten, shed=shed, abort=_level(resolver, "abort", shed.threshold_bytes // 2))
+
+
+def _level(resolver: _Resolver, name: str, threshold_bytes: int) -> Level:
+    section = f"guard.{name}"
+    values = resolver.section(section)
+    values["threshold_bytes"] = _size_or(resolver, f"{section}.threshold", values["threshold_bytes"], threshold_bytes)
+    values["hysteresis_bytes"] = _size_or(resolver, f"{section}.hysteresis", values["hysteresis_bytes"],
+                                          values["threshold_bytes"] // 2)
+    return Level(**values)
+
+
+def _size_or(resolver: _Resolver, key: str, given: int | None, usual: int) -> int:
+    if given is None:
+        resolver.settle(key, units.format_size(usual))
+    return usual if given is None else given
 
 
 def _workers(resolver: _Resolver, whole: str) -> tuple[Worker, ...]:
@@ -214,6 +238,7 @@ def _check_across(config: Config) -> None:
     if limits.backoff_longest_seconds < limits.backoff_first_seconds:
         first, longest = map(units.format_duration, (limits.backoff_first_seconds, limits.backoff_longest_seconds))
         raise config.error("limits.backoff_longest", f"{longest} is less than limits.backoff_first, {first}; raise it")
+    _check_levels(config)
     if len(set(config.hooks)) < len(config.hooks):
         raise config.error("hooks", f"{', '.join(config.hooks)}: name each hook once")
     if config.hooks and "ranks" not in config.hooks:
@@ -228,6 +253,16 @@ def _check_across(config: Config) -> None:
                            f"give {below}MiB or {below + 1}MiB")
     for index, worker in enumerate(config.workers):
         _check_worker(config, f"workers[{index}]", worker, config.workers[:index])
+
+
+def _check_levels(config: Config) -> None:
+    """They fire in their order: each under a mark that is no higher than that of the one before."""
+    levels = [(name, level) for name in LEVELS if (level := getattr(config.guard, name)).mode != "off"]
+    for (earlier, before), (name, level) in pairwise(levels):
+        if level.threshold_bytes > before.threshold_bytes:
+            own, other = map(units.format_size, (level.threshold_bytes, before.threshold_bytes))
+            raise config.error(f"guard.{name}.threshold", f"{own} is more than guard.{earlier}.threshold, {other}, and "
+                               f"{earlier} comes first; lower it")
 
 
 def _check_worker(config: Config, path: str, worker: Worker, before: Sequence[Worker]) -> None:

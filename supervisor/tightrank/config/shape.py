@@ -24,11 +24,24 @@ class Http:
 
 
 @dataclass(frozen=True, slots=True)
+class Level:
+    """When one level before the floor acts. `threshold_bytes` counts from the floor, `hysteresis_bytes` from there."""
+    mode: str                      # act | dry-run | off
+    threshold_bytes: int
+    duration_seconds: float
+    pause_seconds: float
+    hysteresis_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Guard:
     """The memory floor: under `floor_bytes` of available memory all ranks are ended. `margin_bytes` lies above it."""
     floor_bytes: int
     margin_bytes: int
     priority: int
+    tighten: Level
+    shed: Level
+    abort: Level
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +194,7 @@ class Config:
             raise ConfigError(f"stored configuration: of another version ({error}); `tightrank up` it again") from None
 
 
-_SECTIONS = {"http": Http, "guard": Guard, "line": Line, "indexer": Indexer, "headroom": Headroom, "empty_cache": EmptyCache,
+_SECTIONS = {"http": Http, "line": Line, "indexer": Indexer, "headroom": Headroom, "empty_cache": EmptyCache,
              "limits": Limits, "hygiene": Hygiene, "pd": Pd}
 
 
@@ -190,6 +203,8 @@ def _restore(name: str, value: Any) -> Any:
         return tuple(Worker(**_tuples(worker)) for worker in value)
     if name == "gateway":
         return Gateway(**{**_tuples(value), "workers": tuple(GatewayWorker(**worker) for worker in value["workers"])})
+    if name == "guard":
+        return Guard(**{**value, **{level: Level(**value[level]) for level in ("tighten", "shed", "abort")}})
     if name in _SECTIONS:
         return _SECTIONS[name](**_tuples(value))
     return tuple(value) if isinstance(value, list) else value

@@ -18,6 +18,7 @@ from tightrank.gateway.pick import any_role, serves
 from tightrank.gateway.protocol import named
 from tightrank.gateway.records import LegFailed
 from tightrank.gateway.refusal import Refusal
+from tightrank.records import Shed
 
 _RENDERED = ("messages", "prompt", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
              "add_special_tokens")
@@ -43,6 +44,18 @@ async def refuse_too_long(asked: Asked, members: list[Member], http: aiohttp.Cli
                   f"the longest prompt that fits is {largest} tokens, this one has {count} ({how})",
                   param="messages" if asked.path == "/v1/chat/completions" else "prompt",
                   more={"largest_prompt_tokens": largest, "prompt_tokens": count})
+
+
+async def shedding(asked: Asked, members: list[Member], http: aiohttp.ClientSession) -> dict[str, Shed]:
+    """By ID the peers that do not take this prompt now: memory is short there and it is long. Counted where bytes do not
+    tell; a prompt that no engine can count goes by its estimate."""
+    sheds = {member.peer.id: member.peer.shed for member in members if member.peer.shed is not None}
+    least = min((shed.new_tokens for shed in sheds.values()), default=None)
+    if least is None or not asked.generates or asked.prompt_limit <= least:
+        return {}
+    count = asked.prompt_limit if asked.counted else await _count(asked, members, http)
+    tokens = asked.prompt_tokens if count is None else count
+    return {peer: shed for peer, shed in sheds.items() if tokens > shed.new_tokens}
 
 
 async def _count(asked: Asked, members: list[Member], http: aiohttp.ClientSession) -> int | None:

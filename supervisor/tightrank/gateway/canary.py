@@ -64,8 +64,9 @@ class Pairs:
             state.proved, state.why = time.monotonic(), ""
 
     def failed(self, route: Route, failure: LegFailed) -> None:
-        """A request did not: it takes a canary to trust the pair again. A busy engine says nothing about the transfer."""
-        if route.prefill is not None and failure.kind is not Failure.BUSY:
+        """A request did not: it takes a canary to trust the pair again. A busy engine says nothing about the transfer,
+        nor does one that is short of memory."""
+        if route.prefill is not None and failure.kind not in (Failure.BUSY, Failure.ABORTED):
             state = self._state(route.prefill, route.worker)
             state.proved, state.why = None, str(failure)
             self.look()

@@ -49,7 +49,7 @@ class Exchange:
 
     async def answer(self) -> Answered | Streamed:
         if self.route.prefill is None:
-            return await self._begin(self._leg(self.route.worker, self.asked.body))
+            return await self._begin(self._leg(self.route.worker, self._body_alone()))
         if self.route.prefill.engine == "sglang":
             return await self._both_at_once()
         return await self._prefill_first()
@@ -73,6 +73,14 @@ class Exchange:
             leg.fail(LegFailed(Failure.ENDED, leg.peer, why))
 
     # --- protocols ----------------------------------------------------------------------------------------------------
+
+    def _body_alone(self) -> bytes:
+        """For SGLang with an ID of ours: it looks for a client that has left only every few seconds, and is aborted by name."""
+        asked = self.asked
+        if self.route.worker.engine != "sglang" or not asked.generates or {"rid", "request_id"} & set(asked.parsed or ()):
+            return asked.body
+        self.rid = protocol.sglang_rid()
+        return protocol.spliced(asked.body, protocol.sglang_name(asked.path, self.rid))
 
     async def _both_at_once(self) -> Answered | Streamed:
         """SGLang: equal bodies to both. The prefill's own answer counts only when it refuses or fails."""
@@ -213,6 +221,7 @@ def _fetching(prefill: Leg, decode: Leg) -> Any:
 
 class _Hold:
     """A finished prefill whose KV is still to be fetched: what ends the prefill worker ends the decode leg."""
+    waiting_tokens = 0
 
     def __init__(self, decode: Leg) -> None:
         self.opened = time.monotonic()

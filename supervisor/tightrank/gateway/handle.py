@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import aiohttp
 
@@ -18,6 +18,7 @@ from tightrank.gateway.intake import Asked
 from tightrank.gateway.peers import Peers
 from tightrank.gateway.records import Answered, Failure, LegFailed, Peer, Route, Standing
 from tightrank.gateway.refusal import Refusal
+from tightrank.records import Shed
 
 TRIES = 2
 CAUSE_SECONDS = 0.08
@@ -42,11 +43,14 @@ class Handler:
         exchange, so that a client that leaves ends it. Raises Refusal."""
         self._refuse_unknown(asked)
         await admit.refuse_too_long(asked, list(self._peers.members.values()), self._http)
-        failed: set[str] = set()           # peers that a try failed at
-        touched: set[str] = set()          # peers of routes that failed
+        shedding = await admit.shedding(asked, list(self._peers.members.values()), self._http)
+        failed: set[str] = set(shedding)   # peers that a try failed at, or that do not take it now
+        touched: set[str] = set(shedding)  # peers of routes that failed
         tries, last = 0, None
         while True:
             route = self._route(asked, touched) or self._route(asked, failed)
+            if route is None and shedding and last is None and self._route(asked, ()):
+                raise _shed(asked, list(shedding.values()))
             if route is None:
                 await self._hear_causes(asked)
                 raise self._nowhere(asked, last)
@@ -66,7 +70,7 @@ class Handler:
                 failed.add(failure.peer.id)
                 touched |= {peer.id for peer in route.peers}
                 tries += failure.kind is not Failure.REFUSED
-                if tries >= TRIES:
+                if tries >= TRIES or failure.kind is Failure.ABORTED:
                     await self._hear_causes(asked)
                     raise self._gave_up(failure) from None
 
@@ -77,7 +81,7 @@ class Handler:
 
     # --- routes -------------------------------------------------------------------------------------------------------
 
-    def _route(self, asked: Asked, avoid: set[str]) -> Route | None:
+    def _route(self, asked: Asked, avoid: Collection[str]) -> Route | None:
         members, model = list(self._peers.members.values()), self._model(asked)
         if asked.path in _ANY_ROLE:
             return pick.any_role(members, model, avoid)
@@ -124,6 +128,9 @@ class Handler:
         if failure.kind is Failure.BUSY and failure.answer is not None:
             return Passed(failure.answer)
         peer = self._latest(failure.peer)
+        if failure.kind is Failure.ABORTED:
+            return Refusal(503, "aborted_memory_pressure", f"tightrank ended this request: {failure}; try again later, or a "
+                           "shorter prompt", retry_after=SOON_SECONDS, more={"worker": peer.id})
         status = _STATUS.get(failure.kind, 503)
         return Refusal(status, f"engine_{failure.kind.value}", f"{failure}; no byte of a wrong answer was sent on",
                        retry_after=self._retry_after([peer]) if status == 503 else None, more=_blame(peer))
@@ -172,6 +179,15 @@ class Passed(Refusal):
     def headers(self) -> dict[str, str]:
         kind = self._answer.headers.get("Content-Type", "application/json")
         return {**super().headers(), "Content-Type": kind}
+
+
+def _shed(asked: Asked, sheds: list[Shed]) -> Refusal:
+    """Every engine that could take it refuses long prompts now."""
+    shed = max(sheds, key=lambda shed: shed.new_tokens)
+    return Refusal(429, "memory_pressure", f"memory is short, so prompts of more than {shed.new_tokens} tokens are not taken "
+                   f"now ({shed.why}); try again later, or a shorter prompt",
+                   param="messages" if asked.path == "/v1/chat/completions" else "prompt",
+                   retry_after=shed.retry_after_seconds, more={"largest_prompt_tokens": shed.new_tokens})
 
 
 def _blame(peer: Peer) -> dict[str, str]:

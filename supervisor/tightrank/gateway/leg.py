@@ -75,6 +75,11 @@ class Leg:
         """Whether its answer is here whole, or it never reached the engine."""
         return self._over or self._opening is None or self._unreached
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Of its prompt, while it waits."""
+        return 0 if self.began else self.call.waiting_tokens
+
     # --- its life -----------------------------------------------------------------------------------------------------
 
     async def open(self) -> tuple[int, Mapping[str, str]]:

@@ -15,11 +15,16 @@ from tightrank.gateway.pace import Pace, joined
 from tightrank.gateway.records import Failure, LegFailed, Peer, Pulse, Standing
 
 _FACTS = (Failure.REFUSED, Failure.FROZEN)
+_NO_FAULT = (Failure.BUSY, Failure.ABORTED)
 
 
 class Held(Protocol):
     """What stands and falls with a peer: a leg in flight, or a finished prefill whose KV is still to be fetched."""
     opened: float                          # CLOCK_MONOTONIC
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of a prompt whose answer has not begun."""
 
     def fail(self, failure: LegFailed) -> None:
         """Ends it now, with this reason. May be called twice."""
@@ -89,6 +94,8 @@ class Peers:
         old, member.peer = member.peer, peer
         if peer.generation != old.generation or (old.running and not peer.running):
             self._end_legs(member, peer.reason or f"generation {old.generation} has ended", old)
+        if peer.generation == old.generation and peer.aborts > old.aborts:
+            _abort_largest(member)
         if peer.generation != old.generation or peer.up != old.up:
             self._stand(member, *_told_standing(peer))
         elif not peer.up:
@@ -99,9 +106,9 @@ class Peers:
     # --- what we saw ourselves ----------------------------------------------------------------------------------------
 
     def failed(self, failure: LegFailed) -> None:
-        """Takes in how a leg failed. A busy engine is a healthy one."""
+        """Takes in how a leg failed. An engine that is busy, or short of memory, is a healthy one."""
         member = self.members.get(failure.peer.id)
-        if member is None or member.peer.generation != failure.peer.generation or failure.kind is Failure.BUSY:
+        if member is None or member.peer.generation != failure.peer.generation or failure.kind in _NO_FAULT:
             return
         if failure.kind is not Failure.ENDED and member.peer.up:
             out = failure.kind in _FACTS or member.standing is Standing.OUT
@@ -160,6 +167,13 @@ class Peers:
     def _end_legs(self, member: Member, why: str, peer: Peer | None = None) -> None:
         for leg in list(member.legs):
             leg.fail(LegFailed(Failure.ENDED, peer or member.peer, why))
+
+
+def _abort_largest(member: Member) -> None:
+    """Ends the longest prompt that waits there for its first token, if there is one."""
+    victim = max(member.legs, key=lambda leg: leg.waiting_tokens, default=None)
+    if victim is not None and victim.waiting_tokens:
+        victim.fail(LegFailed(Failure.ABORTED, member.peer, f"memory is short there; {member.peer.abort_why}"))
 
 
 def _told_standing(peer: Peer) -> tuple[Standing, str]:

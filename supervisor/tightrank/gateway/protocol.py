@@ -36,7 +36,11 @@ def spliced(body: bytes, fields: Mapping[str, Any]) -> bytes:
 def sglang_fields(prefill: Peer, path: str, rid: str) -> dict[str, Any]:
     """For both legs of one try: a fresh room, and a request ID of ours by which it can be aborted."""
     return {"bootstrap_host": prefill.transfer_host, "bootstrap_port": prefill.transfer_port,
-            "bootstrap_room": secrets.randbelow(2**63), "request_id" if path == "/v1/responses" else "rid": rid}
+            "bootstrap_room": secrets.randbelow(2**63), **sglang_name(path, rid)}
+
+
+def sglang_name(path: str, rid: str) -> dict[str, str]:
+    return {"request_id" if path == "/v1/responses" else "rid": rid}
 
 
 def sglang_rid() -> str:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from tightrank.records import Shed
+
 
 class Standing(StrEnum):
     """Whether a peer gets requests."""
@@ -23,6 +25,7 @@ class Failure(StrEnum):
     SILENT = "silent"              # nothing for longer than was predicted
     FROZEN = "frozen"              # its processes are stopped, or make no progress
     ENDED = "ended"                # its supervisor has ended this generation
+    ABORTED = "aborted"            # memory is short there: its supervisor had its largest prefill ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,9 @@ class Peer:
     longest_prompt_tokens: int | None = None
     chunk_tokens: int | None = None        # the largest chunk of its prefill
     drains: bool = False                   # it is being ended on request and still serves what it has
+    shed: Shed | None = None               # what it refuses while memory is short
+    aborts: int = 0                        # how often its largest prefill was to be ended, in this generation
+    abort_why: str = ""
 
     @property
     def up(self) -> bool:

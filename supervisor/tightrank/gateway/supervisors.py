@@ -16,6 +16,7 @@ import aiohttp
 
 from tightrank.gateway.peers import Peers
 from tightrank.gateway.records import Peer, Pulse
+from tightrank.records import Shed
 
 BEAT_SECONDS = 0.5             # asked of the stream
 LOST_SECONDS = 2.0             # without a beat or an event
@@ -23,7 +24,7 @@ AGAIN_SECONDS = 0.5
 REQUEST_SECONDS = 2.0
 PULSE_SECONDS = 0.5
 STALE_SECONDS = 15.0           # a supervisor whose loop has not turned for so long is not believed; a calm one turns every 5 s
-_NEWS = ("phase", "cause", "daemon")
+_NEWS = ("phase", "cause", "daemon", "decision")
 _LOOPS = ("scheduler", "engine-core")      # roles whose beat is the engine's own loop
 _WILDCARDS = ("0.0.0.0", "::", "")
 _BAD = (aiohttp.ClientError, OSError, TimeoutError, ValueError, TypeError, KeyError, AttributeError)
@@ -115,7 +116,7 @@ def _peer(worker: Mapping[str, Any], peer_id: str, supervisor: str) -> Peer:
     """One worker of /status. Raises KeyError, TypeError or ValueError for what is none."""
     here = urlsplit(supervisor)
     host = str(worker["address"] or (here.hostname if worker["host"] in _WILDCARDS else worker["host"]))
-    diagnosis, line = worker["diagnosis"] or {}, worker["line"] or {}
+    diagnosis, line, shed = worker["diagnosis"] or {}, worker["line"] or {}, worker.get("shed")
     next_start = worker["next_start_unix"]
     reason = worker["reason"]
     return Peer(
@@ -127,7 +128,9 @@ def _peer(worker: Mapping[str, Any], peer_id: str, supervisor: str) -> Peer:
         runbook=diagnosis.get("runbook") or "",
         retry_after_seconds=max(1, math.ceil(next_start - time.time())) if next_start else None,
         longest_prompt_tokens=worker["longest_prompt_tokens"], chunk_tokens=line.get("maximum"),
-        drains=worker["drains"])
+        drains=worker["drains"],
+        shed=Shed(int(shed["new_tokens"]), int(shed["retry_after_seconds"]), str(shed["why"])) if shed else None,
+        aborts=int(worker.get("aborts", 0)), abort_why=str(worker.get("abort_why", "")))
 
 
 def _pulse(body: Mapping[str, Any]) -> Pulse:

@@ -19,6 +19,7 @@ from tightrank.records import ProbeResult, WorkerSpec
 
 HEALTH_SECONDS = 25.0      # SGLang's own health check waits up to 20 s for a busy scheduler
 CANARY_SECONDS = 600.0
+ORDER_SECONDS = 30.0       # a scheduler takes it between two batches
 PAUSE_SECONDS = 0.25
 
 
@@ -34,6 +35,13 @@ class Prober:
         future: Future[ProbeResult] = Future()
         future.add_done_callback(lambda _: self._wake())
         threading.Thread(target=lambda: future.set_result(probe(spec, healthy)), name="probe", daemon=True).start()
+        return future
+
+    def send(self, call: Probe) -> Future[str]:
+        """One request; what refused it, or ""."""
+        future: Future[str] = Future()
+        future.add_done_callback(lambda _: self._wake())
+        threading.Thread(target=lambda: future.set_result(_refusal(call, ORDER_SECONDS)), name="order", daemon=True).start()
         return future
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tightrank.records.spec import LineSpec
+
 
 class Phase(StrEnum):
     """Where a worker is. Only `worker.Worker` writes it."""
@@ -82,13 +84,25 @@ class WorkerView:
     next_start_monotonic: float | None
     requests: tuple[Request, ...]
     restart_wanted: bool                   # STOPPING on a request to restart
+    line: LineSpec | None = None
+    budget: int | None = None              # token², as we last told the engine
+    shed: Shed | None = None
+    prefill_width: int = 0                 # keys of its last prefill step: how long the prompt is by now
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """Memory is short: a prompt with more than `new_tokens` that are not cached is refused for now."""
+    new_tokens: int
+    retry_after_seconds: int
+    why: str
 
 
 class ActionKind(StrEnum):
-    """What can be decided. TIGHTEN, SHED and ABORT have their place here and are decided by a later issue."""
-    TIGHTEN = "tighten"
-    SHED = "shed"
-    ABORT = "abort"
+    """What can be decided."""
+    TIGHTEN = "tighten"                    # `budget` from now on, lower or higher than before
+    SHED = "shed"                          # refuse what `shed` says; None: nothing any more
+    ABORT = "abort"                        # end its largest prefill in flight
     STOP = "stop"                          # end the generation; with a diagnosis at once, without one by draining
     START = "start"                        # the next generation
     BACK_OFF = "back-off"                  # wait `delay_seconds`, then start
@@ -108,3 +122,5 @@ class Decision:
     diagnosis: Diagnosis | None = None
     delay_seconds: float = 0.0
     reason: str = ""                       # metric label
+    budget: int | None = None
+    shed: Shed | None = None

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tightrank.records.life import Diagnosis, Phase, StartStep
+from tightrank.records.life import Diagnosis, Phase, Shed, StartStep
 from tightrank.records.reading import MemoryReading, ProcessReading, RankReading
 from tightrank.records.spec import LineSpec
 
@@ -14,7 +14,7 @@ from tightrank.records.spec import LineSpec
 class Event:
     """One line of the journal."""
     unix: float
-    kind: str                              # phase | decision | cause | hello | guard | daemon | line | request | hygiene
+    kind: str                  # phase | decision | cause | hello | daemon | line | request | hygiene | level | dry-run
     worker: str | None
     generation: int | None
     sentence: str
@@ -53,6 +53,9 @@ class WorkerStatus:
     longest_step_seconds: float | None = None   # of the prefill steps of this generation; None: there was none
     drains: bool = False                   # being ended on request: the requests that it has may still end well
     headroom: Mapping[str, Any] | None = None    # what bounds the KV cache, and on which rank; None: nobody has told
+    shed: Shed | None = None               # what is refused while memory is short
+    aborts: int = 0                        # how often, in this generation, its largest prefill was to be ended; the gateway
+    abort_why: str = ""                    # does it when it sees the number grow, so that no event is obeyed twice
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,19 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
+class LevelStatus:
+    """One guard level at one place. `in_force` in a dry run: it would be."""
+    level: str                             # tighten | shed | abort | stop
+    place: str                             # host, or the worker whose ranks have memory of their own
+    mode: str                              # act | dry-run | off
+    mark_bytes: int                        # it fires with less available memory
+    in_force: bool
+    acts: int                              # how often it has acted (or would have) since the daemon started
+    floor_in_seconds: float | None         # when the floor is reached there if memory falls on as it does now
+    sentence: str                          # what memory looks like there now
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """Published once a tick, swapped whole; whoever reads it changes nothing."""
     name: str
@@ -95,3 +111,4 @@ class Status:
     floor_bytes: int
     tightest_rank: Mapping[str, Any] | None    # {"worker", "rank", "available_bytes"}
     workers: tuple[WorkerStatus, ...]
+    levels: tuple[LevelStatus, ...] = ()
