@@ -20,10 +20,11 @@ from pathlib import Path
 
 from tightrank import act, api, decide, host, inputs, plan, serve, sockets, status
 from tightrank.adapter import pages
-from tightrank.config import Config, read_secret
+from tightrank.config import Config, Limits, read_secret
 from tightrank.config.units import is_loopback
 from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
 from tightrank.generation import Generations
+from tightrank.hang import HangLimits
 from tightrank.logs import Sink
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.guard import GuardReader
@@ -36,6 +37,7 @@ from tightrank.watch import Watch
 from tightrank.worker import Surroundings, Worker
 
 CALM_SECONDS, BUSY_SECONDS = 5.0, 0.25       # between ticks when nothing happens; a death, a line or a record wakes at once
+WORK_SECONDS = 0.5                           # while a worker has work: it may hang with it
 CALM_TABLE_SECONDS, BUSY_TABLE_SECONDS = 15.0, 0.25
 COALESCE_SECONDS = 0.02                      # what comes together is read together
 FAULTS_IN_A_ROW = 20                         # ticks that raise, then the daemon ends and the guard starts it again
@@ -54,7 +56,7 @@ class Daemon:
         self.started_unix = time.time()
         self.policy = decide.Policy(config.guard.floor_bytes, config.guard.margin_bytes, config.limits.restarts,
                                     config.limits.backoff_first_seconds, config.limits.backoff_longest_seconds,
-                                    config.pd.restart == "pair")
+                                    config.pd.restart == "pair", _hang_limits(config.limits))
         self.generations = Generations(self.state / "generations.json")
         self.journal = Journal(self.state / "journal.jsonl")
         self.board = Board()
@@ -138,7 +140,7 @@ class Daemon:
             worker.hurry()
 
     def _read(self) -> Snapshot:
-        moving = any(worker.phase in _MOVING for worker in self.workers)
+        moving = any(worker.phase in _MOVING or worker.suspect for worker in self.workers)
         snapshot = self.watch.read([worker.watched() for worker in self.workers],
                                    BUSY_TABLE_SECONDS if moving else CALM_TABLE_SECONDS)
         for worker in self.workers:
@@ -160,8 +162,7 @@ class Daemon:
         poll = select.poll()
         for descriptor in (self.wake_read, *(fd for worker in self.workers for fd in worker.descriptors())):
             poll.register(descriptor, select.POLLIN)
-        calm = all(worker.phase not in _MOVING for worker in self.workers)
-        if poll.poll((CALM_SECONDS if calm else BUSY_SECONDS) * 1000):
+        if poll.poll(min(map(_pause_seconds, self.workers)) * 1000):
             time.sleep(COALESCE_SECONDS)
 
     # --- signals and the end ------------------------------------------------------------------------------------------
@@ -265,6 +266,17 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:                 # no descriptors, no disk: the guard tries again
         _last_words(error)
         return EXIT_SOFTWARE
+
+
+def _pause_seconds(worker: Worker) -> float:
+    """The longest wait for a worker's next look, when nothing wakes the loop."""
+    if worker.phase in _MOVING or worker.suspect:
+        return BUSY_SECONDS
+    return WORK_SECONDS if worker.working else CALM_SECONDS
+
+
+def _hang_limits(limits: Limits) -> HangLimits:
+    return HangLimits(limits.hang_seconds, limits.hang_factor, limits.hang_busy_seconds, limits.start_stall_seconds)
 
 
 def _bind(host: str, port: int) -> socket.socket:

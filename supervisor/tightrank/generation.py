@@ -17,6 +17,7 @@ from tightrank.adapter import wire
 from tightrank.config.flags import MASK
 from tightrank.diagnose import headroom
 from tightrank.errors import ConfigError
+from tightrank.hang import Turns
 from tightrank.logs import RING_LINES
 from tightrank.plan import masked
 from tightrank.readers.engine_http import Prober
@@ -93,6 +94,8 @@ class Generation:
         self.lost_role: str | None = None  # of the first process that said hello and is gone
         self.over_line_steps = 0
         self.longest_step_seconds: float | None = None       # of the prefill steps
+        self.turns = Turns()
+        self.reading: WorkerReading | None = None            # the last one
         self._hurt_monotonic: float | None = None
         self._oom_kills: int | None = None
         self._oom_monotonic: float | None = None             # of the last one in this generation's life
@@ -140,6 +143,8 @@ class Generation:
             if isinstance(record, wire.Fault):
                 self._take_fault(record.pid, record.hook, record.where, record.error)
         self.over_line_steps += sum(step.over for step in steps)
+        for step in steps:
+            self.turns.learn(step.milliseconds / 1000, wire.step_cost(step.rows, step.width))
         if steps:
             self.longest_step_seconds = max(self.longest_step_seconds or 0.0, *(step.milliseconds / 1000 for step in steps))
         return steps
@@ -160,6 +165,8 @@ class Generation:
     def observe(self, reading: WorkerReading, oom_kills: int | None, now: float) -> None:
         """Takes in one pass of `watch`: the exit, new ranks, progress; `oom_kills`: the kernel's, so far."""
         self.exit_status = self.launched.process.poll()
+        self.reading = reading
+        self.turns.observe(reading, now)
         if oom_kills is not None:
             if self._oom_kills is not None and oom_kills > self._oom_kills:
                 self._oom_monotonic = now

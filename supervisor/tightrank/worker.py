@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightrank import act, engines, launch
+from tightrank import act, engines, launch, stacks
 from tightrank.adapter import wire
 from tightrank.decide import RESTARTS, STEADY_SECONDS
 from tightrank.errors import CAUSES
@@ -65,6 +65,7 @@ class Worker:
         self.run: Generation | None = None
         self._failures = 0                 # in a row
         self._ending: act.Ending | None = None
+        self._dump: stacks.Dump | None = None
         self._gone = self._ended = False   # the tree; the tree, and its last words are read
         self._restart_wanted = False
         self._failed_at_start = False
@@ -120,7 +121,7 @@ class Worker:
             guard_stops_at_start=run.guard_stops if run else 0, ended=self._ended,
             end_trouble=self._ending.trouble(now) if self._ending else None, diagnosis=self.diagnosis,
             failures_in_row=self._failures, next_start_monotonic=self.next_start, requests=requests,
-            restart_wanted=self._restart_wanted)
+            restart_wanted=self._restart_wanted, stall=run.turns.stall if run else None)
 
     def watched(self) -> Watched:
         return self.run.watched() if self.run else Watched(self.template.name, self.generation)
@@ -129,6 +130,16 @@ class Worker:
     def drains(self) -> bool:
         """Whether it is being ended on request and its engine still serves what it has."""
         return self._ending is not None and self._ending.drains
+
+    @property
+    def working(self) -> bool:
+        """Whether its engine has requests, or is stopped."""
+        return self.run is not None and self.run.turns.working
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it does not move although it should."""
+        return self.run is not None and self.run.turns.suspect
 
     def descriptors(self) -> list[int]:
         return self.run.descriptors() if self.run else []
@@ -156,6 +167,10 @@ class Worker:
         """Goes on ending the tree. The diagnosis may grow clearer with the lines that still come."""
         if self._ending is None or self.run is None:
             return
+        if self._dump is not None and self._dump.step(now):
+            self._say("cause", self._dump.sentence, {"cause": self.diagnosis.cause if self.diagnosis else None})
+            self._dump = None
+            self._ending.hurry()
         gone = self._ending.step(now, table, tuple(self.run.known))
         # One tick more than needed: what it printed last may still be in the pipe, and may say why it ended.
         self._gone, self._ended = gone, gone and self._gone
@@ -185,6 +200,8 @@ class Worker:
         self._enter(Phase.STARTING, now)
 
     def _admit(self, decision: Decision, now: float) -> None:
+        if self.run is not None and self.phase is Phase.STARTING:
+            self.run.turns.forget_steps()
         self._enter(Phase.UP, now)
 
     def _drain(self, decision: Decision, now: float) -> None:
@@ -200,6 +217,9 @@ class Worker:
         self._failed_at_start = self.phase is Phase.STARTING
         spec = self.run.spec
         patience = spec.drain_seconds if on_request else act.EVIDENCE_SECONDS
+        if decision.diagnosis is not None and decision.diagnosis.cause in stacks.WANTED and self.run.reading is not None:
+            self._dump = stacks.Dump(Path(spec.run_directory), self.run.reading.ranks, now)
+            patience = stacks.ALL_SECONDS
         self._ending = act.Ending(self.run.launched.main, spec.listens(), now, patience, on_request)
         self._gone = self._ended = False
         self._enter(Phase.STOPPING, now)
@@ -222,7 +242,9 @@ class Worker:
     def _close(self) -> None:
         if self._ending is not None:
             self.forced_end = self._ending.forced
-        self._ending, self._ended, self.next_start = None, False, None
+        if self._dump is not None:
+            self._dump.close()
+        self._ending, self._ended, self.next_start, self._dump = None, False, None, None
         if self.run is not None:
             self._last_tail = self.run.tail()
             self.run.close()

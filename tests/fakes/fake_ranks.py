@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 try:
-    from tightrank_adapter import line, pages, wire
+    from tightrank_adapter import line, pages, stacks, wire
 except ImportError:
     line = wire = None
 
@@ -60,6 +60,7 @@ class Telemetry:
         wire.write_hello(self.directory, self.said)
         self.beat = pages.BeatWriter(self.directory)
         self.sender = wire.Sender(self.directory)
+        stacks.arm(self.directory)
 
     def _hook(self, hook, last):
         if hook == self.options.hook_failed and last:

@@ -17,11 +17,11 @@ GUARD = PACKAGE / "guard"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("records", "errors", "adapter", "sockets", "__init__"),
     ("config",),
-    ("engines", "host", "inputs", "logs", "gateway"),
+    ("engines", "host", "inputs", "logs", "gateway", "hang"),
     ("readers",),
     ("plan", "diagnose", "decide", "watch", "launch", "admission"),
     ("check", "act"),
-    ("generation",),
+    ("generation", "stacks"),
     ("worker",),
     ("status", "report"),
     ("metrics", "edge"),

@@ -3,7 +3,17 @@
 Units are in the names. A value that could not be read is None and says why where a person will look; it is never 0.
 Times named `_monotonic` are seconds of CLOCK_MONOTONIC; `_unix` are seconds since the epoch, for people only.
 """
-from tightrank.records.life import ActionKind, Decision, Diagnosis, Phase, ProbeResult, Request, StartStep, WorkerView
+from tightrank.records.life import (
+    ActionKind,
+    Decision,
+    Diagnosis,
+    Phase,
+    ProbeResult,
+    Request,
+    Stall,
+    StartStep,
+    WorkerView,
+)
 from tightrank.records.reading import (
     Line,
     MemoryReading,
@@ -18,6 +28,6 @@ from tightrank.records.status import Event, Pulse, RankPulse, Status, WorkerStat
 
 __all__ = [
     "ActionKind", "ChunkBand", "Decision", "Diagnosis", "Event", "Line", "LineSpec", "MemoryReading", "Phase",
-    "ProbeResult", "ProcessId", "ProcessReading", "Pulse", "RankPulse", "RankReading", "Request", "Snapshot", "StartStep",
-    "Status", "WorkerReading", "WorkerSpec", "WorkerStatus", "WorkerView",
+    "ProbeResult", "ProcessId", "ProcessReading", "Pulse", "RankPulse", "RankReading", "Request", "Snapshot", "Stall",
+    "StartStep", "Status", "WorkerReading", "WorkerSpec", "WorkerStatus", "WorkerView",
 ]

@@ -55,6 +55,19 @@ class ProbeResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Stall:
+    """A process of a worker that does not move, and what was seen meanwhile. Seconds are those that we were there to see."""
+    who: str                       # "scheduler 0 (pid 12)"
+    stopped: bool                  # by a signal: state T
+    in_flight: int                 # requests that it has
+    still_seconds: float           # its loop has not turned (or it is stopped)
+    quiet_seconds: float           # ... and nothing of the worker that computes has used its processor
+    unhelped_seconds: float        # ... and no process that a rank started (a compiler) has
+    longest_seconds: float | None  # of the steps before; None: there was none
+    expected_seconds: float | None     # the same, scaled up to the step under way where that is a larger one
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerView:
     """What `decide` may know of a worker beside its reading. Made by the worker, once a tick."""
     name: str
@@ -82,6 +95,7 @@ class WorkerView:
     next_start_monotonic: float | None
     requests: tuple[Request, ...]
     restart_wanted: bool                   # STOPPING on a request to restart
+    stall: Stall | None = None             # the worst of its processes that do not move
 
 
 class ActionKind(StrEnum):
