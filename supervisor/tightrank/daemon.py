@@ -18,13 +18,13 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-from tightrank import act, api, decide, host, inputs, plan, serve, sockets, status
+from tightrank import act, api, decide, hang, host, inputs, plan, serve, sockets, status
 from tightrank.adapter import pages
-from tightrank.config import Config, Limits, read_secret
+from tightrank.bundle.keeper import Keeper
+from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
 from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
 from tightrank.generation import Generations
-from tightrank.hang import HangLimits
 from tightrank.logs import Sink
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.guard import GuardReader
@@ -56,7 +56,7 @@ class Daemon:
         self.started_unix = time.time()
         self.policy = decide.Policy(config.guard.floor_bytes, config.guard.margin_bytes, config.limits.restarts,
                                     config.limits.backoff_first_seconds, config.limits.backoff_longest_seconds,
-                                    config.pd.restart == "pair", _hang_limits(config.limits))
+                                    config.pd.restart == "pair", hang.limits_of(config.limits))
         self.generations = Generations(self.state / "generations.json")
         self.journal = Journal(self.state / "journal.jsonl")
         self.board = Board()
@@ -68,7 +68,8 @@ class Daemon:
         self.beat = pages.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
         around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops)
         self.specs = plan.build(config, host.read(), inputs.read(config, os.environ))
-        self.workers = [Worker(spec, around) for spec in self.specs]
+        self.keeper = Keeper(config, self.specs, os.environ, self.wake)
+        self.workers = [Worker(spec, around, self.keeper.last(spec.name)) for spec in self.specs]
         self.requests = api.Requests(self.wake)
         self.stops = 0                       # SIGTERMs so far
         self.orphaned = False                # the guard is gone
@@ -91,6 +92,9 @@ class Daemon:
             return self._loop()
         finally:
             server.stop()
+            self.keeper.close()
+            self.keeper.step(self.workers, self.board, self.journal)
+            self._tell()
             self.sink.close()
 
     def _loop(self) -> int:
@@ -117,6 +121,7 @@ class Daemon:
             self._worker(decision.worker).apply(decision, snapshot.monotonic)
         for worker in self.workers:
             worker.step_ending(self.watch.table, snapshot.monotonic)
+        self.keeper.step(self.workers, self.board, self.journal)
         self._publish(snapshot)
 
     # --- one tick, in order -------------------------------------------------------------------------------------------
@@ -143,6 +148,7 @@ class Daemon:
         moving = any(worker.phase in _MOVING or worker.suspect for worker in self.workers)
         snapshot = self.watch.read([worker.watched() for worker in self.workers],
                                    BUSY_TABLE_SECONDS if moving else CALM_TABLE_SECONDS)
+        self.keeper.remember(snapshot)
         for worker in self.workers:
             worker.observe(snapshot)
             self.board.add_steps(worker.template.name, worker.receive())     # after its hellos: who is unknown is not heard
@@ -151,12 +157,14 @@ class Daemon:
     def _publish(self, snapshot: Snapshot) -> None:
         self.board.publish(status.build(self.config.name, self.started_unix, snapshot, self.workers, self.policy,
                                         draining=self.stops > 0))
-        for worker in self.workers:          # after the status: who reads it because of an event must see what it tells
-            for event in worker.take_events():
-                self._write(event)
+        self._tell()                         # after the status: who reads it because of an event must see what it tells
         if self.sink.trouble != self.log_trouble:
             self.log_trouble = self.sink.trouble
             self._say("daemon", f"logs: {self.log_trouble or 'written again'}")
+
+    def _tell(self) -> None:
+        for event in (event for worker in self.workers for event in worker.take_events()):
+            self._write(event)
 
     def _wait(self) -> None:
         poll = select.poll()
@@ -250,7 +258,7 @@ class Daemon:
 
     def _write(self, event: Event) -> None:
         self.journal.append(event)
-        if event.kind in ("phase", "decision", "cause", "daemon"):
+        if event.kind in ("phase", "decision", "cause", "daemon", "bundle"):
             place = f"{event.worker}: " if event.worker else ""
             self.sink.say(f"{place}{event.sentence}")
 
@@ -273,10 +281,6 @@ def _pause_seconds(worker: Worker) -> float:
     if worker.phase in _MOVING or worker.suspect:
         return BUSY_SECONDS
     return WORK_SECONDS if worker.working else CALM_SECONDS
-
-
-def _hang_limits(limits: Limits) -> HangLimits:
-    return HangLimits(limits.hang_seconds, limits.hang_factor, limits.hang_busy_seconds, limits.start_stall_seconds)
 
 
 def _bind(host: str, port: int) -> socket.socket:

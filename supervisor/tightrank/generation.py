@@ -157,6 +157,11 @@ class Generation:
             self._faults.add((pid, hook, where))
             self._say("cause", f"adapter-fault: hook {hook} raised in {where} (pid {pid}): {error}", {"cause": "adapter-fault"})
 
+    @property
+    def engine_version(self) -> str | None:
+        """As its ranks say it."""
+        return next((rank.engine_version for rank in self.reading.ranks if rank.engine_version), None) if self.reading else None
+
     def tail(self) -> tuple[str, ...]:
         return tuple(line.text for line in list(self.lines)[-TAIL_LINES:])
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import nlargest
 
+from tightrank.config import Limits
 from tightrank.records import ProcessId, ProcessReading, RankReading, Stall, WorkerReading
 
 # The most that one look adds to a silence: docker pause, a live migration or a starved host holds up the daemon and the
@@ -48,6 +49,11 @@ class HangLimits:
     factor: int = 5
     busy_seconds: float = 60.0
     helped_seconds: float = 300.0
+
+
+def limits_of(configured: Limits) -> HangLimits:
+    return HangLimits(configured.hang_seconds, configured.hang_factor, configured.hang_busy_seconds,
+                      configured.start_stall_seconds)
 
 
 @dataclass(frozen=True, slots=True)

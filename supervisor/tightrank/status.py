@@ -43,7 +43,7 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
         processes=reading.processes, hooks_wanted=tuple(spec.hooks), log_tail=worker.tail(),
         served_model=spec.served_model, address=spec.address, transfer_port=spec.transfer_port,
         longest_step_seconds=run.longest_step_seconds if run else None, drains=worker.drains,
-        headroom=run.headroom if run else None)
+        headroom=run.headroom if run else None, bundle=worker.bundle)
 
 
 def _facts(reading: WorkerReading, name: str) -> list[int]:

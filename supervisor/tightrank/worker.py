@@ -24,6 +24,7 @@ from tightrank.records import (
     Decision,
     Diagnosis,
     Event,
+    Failure,
     Line,
     Phase,
     Request,
@@ -52,7 +53,7 @@ class Surroundings:
 class Worker:
     """One worker over all its generations."""
 
-    def __init__(self, template: WorkerSpec, around: Surroundings) -> None:
+    def __init__(self, template: WorkerSpec, around: Surroundings, bundle: str | None = None) -> None:
         self.template = template
         self.phase = Phase.BACKING_OFF
         self.since = time.monotonic()
@@ -72,6 +73,9 @@ class Worker:
         self._requests: list[Request] = []
         self._around = around
         self._events: list[Event] = []
+        self._failed: list[Failure] = []
+        self._stacks = ""                  # what became of them
+        self.bundle = bundle               # of the last failure, in an earlier daemon too
         self._last_tail: tuple[str, ...] = ()
 
     # --- what comes in ------------------------------------------------------------------------------------------------
@@ -152,6 +156,18 @@ class Worker:
         events, self._events = self._events, []
         return events
 
+    def take_failures(self) -> list[Failure]:
+        """Those whose last words are read, for the bundle."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def bundled(self, generation: int, name: str, trouble: str) -> None:
+        """What became of the bundle of one of them."""
+        if not trouble:
+            self.bundle = name
+        self._events.append(Event(time.time(), "bundle", self.template.name, generation,
+                                  f"no bundle {name}: {trouble}" if trouble else f"bundle {name}", {"bundle": self.bundle}))
+
     # --- what was decided ---------------------------------------------------------------------------------------------
 
     def apply(self, decision: Decision, now: float) -> None:
@@ -168,7 +184,8 @@ class Worker:
         if self._ending is None or self.run is None:
             return
         if self._dump is not None and self._dump.step(now):
-            self._say("cause", self._dump.sentence, {"cause": self.diagnosis.cause if self.diagnosis else None})
+            self._stacks = self._dump.sentence
+            self._say("cause", self._stacks, {"cause": self.diagnosis.cause if self.diagnosis else None})
             self._dump = None
             self._ending.hurry()
         gone = self._ending.step(now, table, tuple(self.run.known))
@@ -240,6 +257,12 @@ class Worker:
         self._enter(Phase.STOPPED, now)
 
     def _close(self) -> None:
+        if self.phase is Phase.STOPPING and self.diagnosis is not None:
+            run = self.run
+            self._failed.append(Failure(
+                self.template.name, self.generation, time.time(), self.diagnosis, run.engine_version if run else None,
+                tuple(run.lines) if run else (), run.spec.run_directory if run else "", self._stacks))
+        self._stacks = ""
         if self._ending is not None:
             self.forced_end = self._ending.forced
         if self._dump is not None:

@@ -80,9 +80,11 @@ class Telemetry:
         except (OSError, wire.WireError):
             return None
 
-    def turn(self, in_flight=0):
+    def turn(self, in_flight=0, new=0, prefix=0):
         if self.on:
             self.beat.in_flight = in_flight
+            if new:
+                self.beat.step_cost = wire.step_cost(new, prefix + new)
             self.beat.beat()
             self.sender.flush()
 
@@ -112,6 +114,8 @@ class Rank:
             message = json.loads(self.connection.recv(4096) or "null") if readable else {}
             if message is None:
                 os._exit(0)
+            if message:  # as the real ones: the loop turns with what it has, then comes the step
+                self.telemetry.turn(message.get("in_flight", 0), message.get("new", 0), message.get("prefix", 0))
             self.work(message)
             if message:
                 self.connection.send(b"done")
@@ -126,7 +130,22 @@ class Rank:
             self.telemetry.fact("line_budget", message["budget"])
         if "new" in message:
             time.sleep(self.options.step_seconds)
+            if self.number == 0 and 0 < (self.options.stick_at_step or 0) <= message["sequence"]:
+                self.stick()
             self.telemetry.step(message["sequence"], self.number, message["prefix"], message["new"], message["budget"])
+
+    def stick(self):
+        """One step that takes `stick_seconds`; the loop does not turn."""
+        end, child = time.monotonic() + self.options.stick_seconds, 0
+        if self.options.stick_how == "compile":
+            child = os.fork()
+        while time.monotonic() < end:
+            if self.options.stick_how == "sleep" or child:
+                time.sleep(0.05)
+        if self.options.stick_how == "compile":
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
 
     def faults(self):
         grow = int(self.options.grow_mib_per_second * (time.monotonic() - self.started)) - self.grown_mib

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("generation", "stacks"),
     ("worker",),
     ("status", "report"),
-    ("metrics", "edge"),
+    ("metrics", "edge", "bundle"),
     ("api", "serve"),
     ("daemon", "cli"),
 )

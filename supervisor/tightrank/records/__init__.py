@@ -7,6 +7,7 @@ from tightrank.records.life import (
     ActionKind,
     Decision,
     Diagnosis,
+    Failure,
     Phase,
     ProbeResult,
     Request,
@@ -27,7 +28,7 @@ from tightrank.records.spec import ChunkBand, LineSpec, WorkerSpec
 from tightrank.records.status import Event, Pulse, RankPulse, Status, WorkerStatus
 
 __all__ = [
-    "ActionKind", "ChunkBand", "Decision", "Diagnosis", "Event", "Line", "LineSpec", "MemoryReading", "Phase",
+    "ActionKind", "ChunkBand", "Decision", "Diagnosis", "Event", "Failure", "Line", "LineSpec", "MemoryReading", "Phase",
     "ProbeResult", "ProcessId", "ProcessReading", "Pulse", "RankPulse", "RankReading", "Request", "Snapshot", "Stall",
     "StartStep", "Status", "WorkerReading", "WorkerSpec", "WorkerStatus", "WorkerView",
 ]

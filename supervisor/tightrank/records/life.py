@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tightrank.records.reading import Line
+
 
 class Phase(StrEnum):
     """Where a worker is. Only `worker.Worker` writes it."""
@@ -43,6 +45,19 @@ class Diagnosis:
     restart_helps: bool
     numbers: Mapping[str, float] = field(default_factory=dict)
     confidence: str = "certain"    # certain | likely | guess
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One generation that failed, for the bundle."""
+    worker: str
+    generation: int
+    unix: float
+    diagnosis: Diagnosis
+    engine_version: str | None
+    lines: tuple[Line, ...]
+    run_directory: str             # "": none was made
+    stacks: str                    # what became of the stacks, in a sentence; "": they were not asked for
 
 
 @dataclass(frozen=True, slots=True)

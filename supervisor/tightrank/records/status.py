@@ -53,6 +53,7 @@ class WorkerStatus:
     longest_step_seconds: float | None = None   # of the prefill steps of this generation; None: there was none
     drains: bool = False                   # being ended on request: the requests that it has may still end well
     headroom: Mapping[str, Any] | None = None    # what bounds the KV cache, and on which rank; None: nobody has told
+    bundle: str | None = None              # file name of the last bundle that was made for it
 
 
 @dataclass(frozen=True, slots=True)
