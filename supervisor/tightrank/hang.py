@@ -128,19 +128,20 @@ class Turns:
         self._quiet = 0.0 if computes or helped else self._quiet + watched
         self._unhelped = 0.0 if helped else self._unhelped + watched
         for rank in reading.ranks:
-            moved = rank.state != "T" and self._loops.get(rank.id) != rank.loops
-            self._still[rank.id] = 0.0 if moved or self._began(rank) else self._still.get(rank.id, 0.0) + watched
-            self._loops[rank.id] = -1 if rank.state == "T" else rank.loops
+            self._watch(rank, watched)
         held = [rank for rank in reading.ranks if rank.state == "T" or (rank.in_flight and rank.beat_age_seconds is not None)]
         self.working = bool(held)
         worst = max((rank for rank in held if self._still[rank.id] > 0), default=None,
                     key=lambda rank: (rank.state == "T", self._still[rank.id]))
         self.stall = self._stall(worst, reading) if worst is not None else None
 
-    def _began(self, rank: RankReading) -> bool:
-        """Whether it was stopped since the last look: its loop may have stood still before, for a good reason."""
-        return rank.state == "T" and self._loops.get(rank.id) != -1
-
+    def _watch(self, rank: RankReading, watched: float) -> None:
+        """While it is stopped -1 stands for its loops: that counts from when it was first seen, and not as a step."""
+        before, still = self._loops.get(rank.id), self._still.get(rank.id, 0.0)
+        loops = -1 if rank.state == "T" else rank.loops
+        self._loops[rank.id], self._still[rank.id] = loops, still + watched if loops == before else 0.0
+        if rank.in_flight and loops != before and -1 not in (loops, before) and still > SUSPECT_SECONDS:
+            self._steps.append((still, rank.step_cost))      # whatever it was (a read from a remote cache), it ended well
     def _stall(self, rank: RankReading, reading: WorkerReading) -> Stall:
         still = self._still[rank.id]
         longest, expected = self._expected(max(each.step_cost for each in reading.ranks))

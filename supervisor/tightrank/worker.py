@@ -247,9 +247,9 @@ class Worker:
         self._enter(Phase.BACKING_OFF, now)
 
     def _fail(self, decision: Decision, now: float) -> None:
-        self._close()
         if decision.diagnosis is not None and decision.diagnosis != self.diagnosis:
             self._blame(decision.diagnosis)
+        self._close()
         self._enter(Phase.FAILED, now)
 
     def _rest(self, decision: Decision, now: float) -> None:

@@ -88,7 +88,7 @@ class Telemetry:
             self.beat.beat()
             self.sender.flush()
 
-    def step(self, sequence, rank, prefix, new, budget):
+    def step(self, sequence, rank, prefix, new, budget, milliseconds):
         if not self.on:
             return
         self.beat.steps += 1
@@ -96,7 +96,7 @@ class Telemetry:
         width = prefix + new
         self.sender.send(wire.Step(
             self.settings.generation, os.getpid(), sequence, rank, time.monotonic_ns(), new, width, budget,
-            bool(budget and new * width > budget), self.options.step_seconds * 1000, None, [[prefix, new]]))
+            bool(budget and new * width > budget), milliseconds, None, [[prefix, new]]))
 
 
 class Rank:
@@ -119,7 +119,8 @@ class Rank:
             self.work(message)
             if message:
                 self.connection.send(b"done")
-            self.telemetry.turn(message.get("in_flight", 0))
+            if message or not self.options.silent_idle:
+                self.telemetry.turn(0 if self.options.silent_idle else message.get("in_flight", 0))
             if self.number == 0:
                 self.faults()
 
@@ -129,10 +130,12 @@ class Rank:
         if "budget" in message and "new" not in message and self.telemetry.on:
             self.telemetry.fact("line_budget", message["budget"])
         if "new" in message:
+            began = time.monotonic()
             time.sleep(self.options.step_seconds)
             if self.number == 0 and 0 < (self.options.stick_at_step or 0) <= message["sequence"]:
                 self.stick()
-            self.telemetry.step(message["sequence"], self.number, message["prefix"], message["new"], message["budget"])
+            self.telemetry.step(message["sequence"], self.number, message["prefix"], message["new"], message["budget"],
+                                (time.monotonic() - began) * 1000)
 
     def stick(self):
         """One step that takes `stick_seconds`; the loop does not turn."""

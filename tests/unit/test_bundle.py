@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import stat
-import tarfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -23,23 +22,10 @@ from tightrank.config import Config, load
 from tightrank.host import HostFacts
 from tightrank.inputs import Inputs
 from tightrank.records import Failure, Line, MemoryReading, ProcessId, RankReading, Snapshot, WorkerReading
+from unpack import unpack
 
 PLANTED = {"file": "sk-file-7d1f0a2b", "argument": "sk-arg-99aa88bb", "env": 'hf_"quoted"\\token', "token": "tok-5e5e5e5e",
            "worker env": "wenv-secret-1234", "gateway": "gw-key-31415926"}
-
-
-def unpack(path: Path) -> dict[str, str]:
-    """Member (without the folder at the top) -> text."""
-    with tarfile.open(path) as archive:
-        found = {}
-        for member in archive:
-            assert member.isfile() and member.mode == 0o600
-            top, _, name = member.name.partition("/")
-            assert top == path.name.removesuffix(bundle.SUFFIX) and ".." not in name
-            file = archive.extractfile(member)
-            assert file is not None
-            found[name] = file.read().decode()
-    return found
 
 
 def same(text: str) -> str:

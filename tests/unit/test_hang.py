@@ -162,6 +162,17 @@ def test_a_larger_step_may_take_longer_in_proportion() -> None:
     assert found is not None and found.longest_seconds is None
 
 
+def test_a_silence_that_ended_well_is_learned_and_one_of_a_stopped_process_is_not() -> None:
+    film = Film(SCHEDULER)
+    film.run(3)
+    film.run(0.5, turn=True)
+    assert (found := film.run(1)) is not None and found.longest_seconds == 3.0
+    stopped = Film(SCHEDULER)
+    stopped.run(5, state="T")
+    stopped.run(0.5, turn=True)
+    assert (found := stopped.run(1)) is not None and found.longest_seconds is None
+
+
 def test_a_step_in_which_something_was_compiled_does_not_blind_us() -> None:
     film = Film(replace(SCHEDULER, step_cost=1000))
     for seconds in (20.0, *(0.02,) * ENOUGH_STEPS):
