@@ -4,6 +4,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
+import resource
+import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -55,6 +58,20 @@ def test_what_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="No space left"):
         bundle.write(tmp_path / "x.tar.gz", broken(), same)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("room", [0, 1, 500, 20_000])
+def test_a_disk_that_is_full_half_way_leaves_nothing(tmp_path: Path, room: int) -> None:
+    """RLIMIT_FSIZE stands in for it."""
+    old_handler, old_limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, old_limit[1]))
+        with pytest.raises(OSError, match="File too large"):
+            bundle.write(tmp_path / "x.tar.gz", [("a.txt", random.Random(1).randbytes(100_000).hex())], same)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limit)
+        signal.signal(signal.SIGXFSZ, old_handler)
     assert not os.listdir(tmp_path)
 
 

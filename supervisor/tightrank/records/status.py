@@ -14,7 +14,7 @@ from tightrank.records.spec import LineSpec
 class Event:
     """One line of the journal."""
     unix: float
-    kind: str                              # phase | decision | cause | hello | guard | daemon | line | request
+    kind: str                              # phase | decision | cause | hello | guard | daemon | line | request | bundle
     worker: str | None
     generation: int | None
     sentence: str
