@@ -30,7 +30,7 @@ from tightrank.records import ProcessId, ProcessReading, RankReading, Stall, Wor
 # The most that one look adds to a silence: docker pause, a live migration or a starved host holds up the daemon and the
 # engine alike, and afterwards every heartbeat is old.
 WATCHED_SECONDS = 1.0
-SUSPECT_SECONDS = 0.75      # from here on processes are looked at anew in every tick
+SUSPECT_SECONDS = 0.4       # from here on processes are looked at anew in every tick, and only such looks count as quiet
 # Of a core. An idle engine's threads take less: 0.01 for vLLM's worker, 0.004 for SGLang's scheduler with --sleep-on-idle.
 BUSY_SHARE = 0.05
 HELPER_CPU_SECONDS = 0.02   # two ticks of the kernel's clock: anything that runs at all
@@ -125,8 +125,8 @@ class Turns:
         passed = now - self._looked if self._looked is not None else 0.0
         self._looked, watched = now, min(passed, WATCHED_SECONDS)
         computes, helped = self._computes(reading, passed), self._helped(reading)
-        self._quiet = 0.0 if computes or helped else self._quiet + watched
-        self._unhelped = 0.0 if helped else self._unhelped + watched
+        self._quiet = 0.0 if computes or helped or not self.suspect else self._quiet + watched
+        self._unhelped = 0.0 if helped or not self.suspect else self._unhelped + watched
         for rank in reading.ranks:
             self._watch(rank, watched)
         held = [rank for rank in reading.ranks if rank.state == "T" or (rank.in_flight and rank.beat_age_seconds is not None)]

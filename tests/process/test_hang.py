@@ -101,7 +101,7 @@ def test_slow_work_is_no_hang(make: Make, engine: str, args: tuple[str, ...]) ->
     """A spin that ends, a kernel that is compiled, long steps all along, a canary that takes longer than the limit."""
     deployment = make(engine=engine, args=args, settings={"limits": QUICK}).up()
     deployment.wait_phase("up")
-    for tokens in (64, 70, 3000):
+    for tokens in (64, 70, 300):
         ask(deployment, tokens, 3)
     assert deployment.worker()["generation"] == 1 and deployment.worker()["phase"] == "up"
     assert not deployment.events("cause")
