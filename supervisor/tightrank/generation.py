@@ -160,7 +160,8 @@ class Generation:
     @property
     def engine_version(self) -> str | None:
         """As its ranks say it."""
-        return next((rank.engine_version for rank in self.reading.ranks if rank.engine_version), None) if self.reading else None
+        ranks = (*self.reading.ranks, *self.reading.dead_ranks) if self.reading else ()
+        return next((rank.engine_version for rank in ranks if rank.engine_version), None)
 
     def tail(self) -> tuple[str, ...]:
         return tuple(line.text for line in list(self.lines)[-TAIL_LINES:])

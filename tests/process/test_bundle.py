@@ -82,8 +82,8 @@ def test_what_was_asked_for_leaves_no_bundle(make: Make) -> None:
 
 def test_a_place_that_takes_nothing_is_said_and_the_worker_starts_again(make: Make) -> None:
     deployment = make().up()
-    (deployment.state / "bundles").write_text("no directory")
     deployment.wait_phase("up")
+    (deployment.state / "bundles").write_text("no directory")
     os.kill(deployment.pid("worker"), signal.SIGKILL)
     event = wait_until(lambda: deployment.events("bundle"), 20)[0]
     assert event["sentence"].startswith("no bundle ") and "bundles" in event["sentence"]
