@@ -170,7 +170,7 @@ class Supervised(Fleet):
         super().__init__(engine, prefills, decodes, alone, flags)
         for peer in self.peers:
             peer.supervised = True
-        limits = {"restarts": 100, "backoff_longest": "300ms"}           # its workers die more often than one gives up
+        limits = {"restarts": 100, "backoff_longest": "300ms", "hang": "0s"}      # they die often; the frozen are the gateway's
         self.deployment = Deployment(
             directory, engine=engine, command=[sys.executable, str(PEER), "--engine", engine],
             settings={"workers": [self._worker(peer) for peer in self.peers], "limits": limits, **settings})

@@ -74,7 +74,7 @@ class RealPair:
         self.deployment = Deployment(
             directory, engine=engine, model=Path(model), command=[str(CACHE / "envs" / engine / head), *rest],
             settings={"workers": workers, "line": {"budget": 1_500_000}, "hooks": ["ranks", "line", "empty-cache"],
-                      "empty_cache": {"when": "every-chunk"}, "limits": {"drain": "10s"},
+                      "empty_cache": {"when": "every-chunk"}, "limits": {"drain": "10s", "hang": "0s"},
                       **({"pd": {"transfer": "mooncake_tcp"}} if engine == "sglang" else {})})
         self.gateway = GatewayProcess(directory, supervisors=[f"http://127.0.0.1:{self.deployment.port}"])
         self.client = httpx2.Client(timeout=120, trust_env=False)

@@ -16,7 +16,7 @@ END_SECONDS = 10.0           # from the first SIGKILL until nothing may be left
 EVIDENCE_SECONDS = 0.5       # an engine that printed its reason gets this long to print the rest
 
 
-def send(process: ProcessId, number: signal.Signals) -> bool:
+def send(process: ProcessId, number: int) -> bool:
     """Sends a signal through a pidfd after a start-time check; False when it is gone or could not be signalled."""
     try:
         descriptor = os.pidfd_open(process.pid)

@@ -18,8 +18,9 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-from tightrank import act, api, breaker, decide, engines, host, hygiene, inputs, levels, plan, serve, sockets, status
+from tightrank import act, api, breaker, decide, engines, hang, host, hygiene, inputs, levels, plan, serve, sockets, status
 from tightrank.adapter import pages
+from tightrank.bundle.keeper import Keeper
 from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
 from tightrank.engines import installed
@@ -39,6 +40,7 @@ from tightrank.watch import Watch
 from tightrank.worker import Surroundings, Worker
 
 CALM_SECONDS, BUSY_SECONDS = 5.0, 0.25       # between ticks when nothing happens; a death, a line or a record wakes at once
+WORK_SECONDS = 0.5                           # while a worker has work: it may hang with it
 CALM_TABLE_SECONDS, BUSY_TABLE_SECONDS = 15.0, 0.25
 LOOK_SECONDS = 0.5                           # at the guard's page while it is calm
 COALESCE_SECONDS = 0.02                      # what comes together is read together
@@ -59,7 +61,7 @@ class Daemon:
         self.started_unix = time.time()
         self.policy = decide.Policy(config.guard.floor_bytes, config.guard.margin_bytes, config.limits.restarts,
                                     config.limits.backoff_first_seconds, config.limits.backoff_longest_seconds,
-                                    config.pd.restart == "pair")
+                                    config.pd.restart == "pair", hang.limits_of(config.limits))
         self.generations = Generations(self.state / "generations.json")
         self.journal = Journal(self.state / "journal.jsonl")
         self.board = Board()
@@ -79,7 +81,8 @@ class Daemon:
                               self._breaker(facts), hygiene.Rules(
                                   config.hygiene.limit_seconds, config.hygiene.tolerance_bytes,
                                   config.hygiene.drop_page_cache == "weights", nvidia))
-        self.workers = [Worker(spec, around) for spec in self.specs]
+        self.keeper = Keeper(config, self.specs, os.environ, self.wake)
+        self.workers = [Worker(spec, around, self.keeper.last(spec.name)) for spec in self.specs]
         self.requests = api.Requests(self.wake)
         self.stops = 0                       # SIGTERMs so far
         self.orphaned = False                # the guard is gone
@@ -104,6 +107,9 @@ class Daemon:
             return self._loop()
         finally:
             server.stop()
+            self.keeper.close()
+            self.keeper.step(self.workers, self.board, self.journal)
+            self._tell()
             self.sink.close()
 
     def _loop(self) -> int:
@@ -132,6 +138,7 @@ class Daemon:
             self._worker(decision.worker).apply(decision, snapshot.monotonic)
         for worker in self.workers:
             worker.step_ending(self.watch.table, snapshot.monotonic)
+        self.keeper.step(self.workers, self.board, self.journal)
         self._publish(snapshot)
         self._leave_failed(snapshot.monotonic)
 
@@ -158,9 +165,10 @@ class Daemon:
             worker.hurry()
 
     def _read(self) -> Snapshot:
-        moving = any(worker.phase in _MOVING for worker in self.workers)
+        moving = any(worker.phase in _MOVING or worker.suspect for worker in self.workers)
         snapshot = self.watch.read([worker.watched() for worker in self.workers],
                                    BUSY_TABLE_SECONDS if moving else CALM_TABLE_SECONDS)
+        self.keeper.remember(snapshot)
         for worker in self.workers:
             worker.observe(snapshot)
             self.board.add_steps(worker.template.name, worker.receive())     # after its hellos: who is unknown is not heard
@@ -169,9 +177,7 @@ class Daemon:
     def _publish(self, snapshot: Snapshot) -> None:
         self.board.publish(status.build(self.config.name, self.started_unix, snapshot, self.workers, self.policy,
                                         self.stops > 0, levels.rows(self.levels, self.config.guard, snapshot.guard)))
-        # After the status: who reads it because of an event must see what it tells.
-        for event in (*self.told, *(event for worker in self.workers for event in worker.take_events())):
-            self._write(event)
+        self._tell()                         # after the status: who reads it because of an event must see what it tells
         if self.sink.trouble != self.log_trouble:
             self.log_trouble = self.sink.trouble
             self._say("daemon", f"logs: {self.log_trouble or 'written again'}")
@@ -183,13 +189,18 @@ class Daemon:
             self._say("daemon", f"{failed[0].template.name} failed for good: draining the others, then the end (on_failed)")
             self.stops = 1
 
+    def _tell(self) -> None:
+        for event in (*self.told, *(event for worker in self.workers for event in worker.take_events())):
+            self._write(event)
+
     def _wait(self) -> None:
         poll = select.poll()
         for descriptor in (self.wake_read, *(fd for worker in self.workers for fd in worker.descriptors())):
             poll.register(descriptor, select.POLLIN)
-        calm = all(worker.phase not in _MOVING for worker in self.workers) and not self.levels.busy
-        for _ in range(round(CALM_SECONDS / LOOK_SECONDS) if calm else 1):
-            if poll.poll((LOOK_SECONDS if calm else BUSY_SECONDS) * 1000):
+        pause = BUSY_SECONDS if self.levels.busy else min(map(_pause_seconds, self.workers))
+        end = time.monotonic() + pause
+        while (left := end - time.monotonic()) > 0:
+            if poll.poll(min(left, LOOK_SECONDS) * 1000):
                 time.sleep(COALESCE_SECONDS)
                 return
             if self._close_to_a_level():
@@ -305,7 +316,7 @@ class Daemon:
 
     def _write(self, event: Event) -> None:
         self.journal.append(event)
-        if event.kind in ("phase", "decision", "cause", "daemon", "hygiene", "level", "dry-run"):
+        if event.kind in ("phase", "decision", "cause", "daemon", "hygiene", "level", "dry-run", "bundle"):
             place = f"{event.worker}: " if event.worker else ""
             self.sink.say(f"{place}{event.sentence}")
 
@@ -321,6 +332,13 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:                 # no descriptors, no disk: the guard tries again
         _last_words(error)
         return EXIT_SOFTWARE
+
+
+def _pause_seconds(worker: Worker) -> float:
+    """The longest wait for a worker's next look, when nothing wakes the loop."""
+    if worker.phase in _MOVING or worker.suspect:
+        return BUSY_SECONDS
+    return WORK_SECONDS if worker.working else CALM_SECONDS
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tightrank.errors import CAUSES
+from tightrank.hang import HangLimits, overdue
 from tightrank.records import (
     ActionKind,
     Decision,
@@ -31,6 +32,7 @@ RESTARTS = (Request.RESTART.value, PEER_RESTART)     # reasons of a stop after w
 _PEER = {"prefill": "decode", "decode": "prefill"}
 _AS_ASKED = ("in-force", "observing")
 _SERVED = (Phase.UP, Phase.DRAINING)
+_HANG = HangLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Policy:
     backoff_first_seconds: float
     backoff_longest_seconds: float
     restart_pairs: bool = False                 # pd.restart: pair
+    hang: HangLimits = _HANG
     jitter: Callable[[], float] = lambda: random.uniform(0.0, 0.2)  # noqa: S311 - spreads restarts, keeps no secret
 
 
@@ -210,6 +213,18 @@ def _healthy_without_hooks(case: _Case) -> Decision | None:
     return case.stop(_not_in_force(*missing[0])) if missing else None
 
 
+def _hung(case: _Case) -> Decision | None:
+    stall = case.view.stall
+    found = overdue(stall, case.policy.hang, case.view.phase is Phase.STARTING) if stall is not None else None
+    if stall is None or found is None:
+        return None
+    return case.stop(_fatal(
+        "engine-hung", found.sentence, "see the stacks in the bundle; limits.hang, limits.hang_factor and "
+        "limits.hang_busy are the limits", confidence="certain" if stall.stopped else "likely",
+        numbers={"still_seconds": round(stall.still_seconds, 2), "limit_seconds": round(found.limit_seconds, 2),
+                 "in_flight": stall.in_flight}))
+
+
 def _start_stalled(case: _Case) -> Decision | None:
     view, idle = case.view, case.snapshot.monotonic - case.view.progress_monotonic
     if idle < view.start_stall_seconds:
@@ -280,9 +295,10 @@ def _time_to_start(case: _Case) -> Decision | None:
 
 _FAILURES: tuple[Rule, ...] = (_guard_acted, _replicated_fault, _proof, _main_ended, _rank_ended, _hook_failed)
 _RULES: Mapping[Phase, tuple[Rule, ...]] = {
-    Phase.STARTING: (_asked_to_end, *_FAILURES, _healthy_without_hooks, _became_ready, _start_stalled),
-    Phase.UP: (_asked_to_end, _asked_to_drain, *_FAILURES),
-    Phase.DRAINING: (_asked_to_end, _asked_to_resume, *_FAILURES),
+    Phase.STARTING: (_asked_to_end, *_FAILURES, _healthy_without_hooks, _became_ready, _hung,
+                     _start_stalled),
+    Phase.UP: (_asked_to_end, _asked_to_drain, *_FAILURES, _hung),
+    Phase.DRAINING: (_asked_to_end, _asked_to_resume, *_FAILURES, _hung),
     Phase.STOPPING: (_tree_ended,),
     Phase.BACKING_OFF: (_asked_to_rest, _asked_to_start, _time_to_start),
     Phase.FAILED: (_asked_to_start,),      # asked to stop it stays failed: that it had failed must not be lost

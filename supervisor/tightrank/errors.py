@@ -93,6 +93,7 @@ _ALL = (
     Cause("rank-died", "A rank or role process of the worker ended.", True),
     Cause("engine-exited", "The engine's main process ended without being asked.", True),
     Cause("engine-error", "The engine reported a fatal error of its own.", True),
+    Cause("engine-hung", "The engine made no progress for longer than any step takes although it had work.", True),
     Cause("start-stalled", "The engine made no progress while starting.", True),
     Cause("canary-failed", "The engine says it is healthy and did not answer a real request.", True),
     Cause("guard-floor", "Available memory fell under the guard's floor; the guard ended all ranks.", True),

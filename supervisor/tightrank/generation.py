@@ -17,6 +17,7 @@ from tightrank.adapter import wire
 from tightrank.config.flags import MASK
 from tightrank.diagnose import headroom
 from tightrank.errors import ConfigError
+from tightrank.hang import Turns
 from tightrank.hygiene import Rules, Traces
 from tightrank.logs import RING_LINES
 from tightrank.plan import masked
@@ -110,6 +111,8 @@ class Generation:
         self.aborts, self.abort_why = 0, ""
         self._budget_sent: Future[str] | None = None
         self._budget_due = now
+        self.turns = Turns()
+        self.reading: WorkerReading | None = None            # the last one
         self._hurt_monotonic: float | None = None
         self._oom_kills: int | None = None
         self._oom_monotonic: float | None = None             # of the last one in this generation's life
@@ -160,6 +163,8 @@ class Generation:
             if isinstance(record, wire.Fault):
                 self._take_fault(record.pid, record.hook, record.where, record.error)
         self.over_line_steps += sum(step.over for step in steps)
+        for step in steps:
+            self.turns.learn(step.milliseconds / 1000, wire.step_cost(step.rows, step.width))
         if steps:
             self.longest_step_seconds = max(self.longest_step_seconds or 0.0, *(step.milliseconds / 1000 for step in steps))
             self.prefill_width = steps[-1].width
@@ -187,6 +192,11 @@ class Generation:
             self._available.append((now, min(known)))
         while self._available and now - self._available[0][0] > MEMORY_SECONDS:
             self._available.popleft()
+    @property
+    def engine_version(self) -> str | None:
+        """As its ranks say it."""
+        ranks = (*self.reading.ranks, *self.reading.dead_ranks) if self.reading else ()
+        return next((rank.engine_version for rank in ranks if rank.engine_version), None)
 
     def tail(self) -> tuple[str, ...]:
         return tuple(line.text for line in list(self.lines)[-TAIL_LINES:])
@@ -196,6 +206,8 @@ class Generation:
     def observe(self, reading: WorkerReading, oom_kills: int | None, now: float) -> None:
         """Takes in one pass of `watch`: the exit, new ranks, progress; `oom_kills`: the kernel's, so far."""
         self.exit_status = self.launched.process.poll()
+        self.reading = reading
+        self.turns.observe(reading, now)
         if oom_kills is not None:
             if self._oom_kills is not None and oom_kills > self._oom_kills:
                 self._oom_monotonic = now

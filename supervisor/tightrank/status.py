@@ -44,7 +44,7 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
         served_model=spec.served_model, address=spec.address, transfer_port=spec.transfer_port,
         longest_step_seconds=run.longest_step_seconds if run else None, drains=worker.drains,
         headroom=run.headroom if run else None, shed=run.shed if run else None,
-        aborts=run.aborts if run else 0, abort_why=run.abort_why if run else "")
+        aborts=run.aborts if run else 0, abort_why=run.abort_why if run else "", bundle=worker.bundle)
 
 
 def _facts(reading: WorkerReading, name: str) -> list[int]:

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tightrank.readers.guard import GuardReader
 from tightrank.readers.memory import MemoryReader
 from tightrank.readers.nvidia import NvidiaReader
-from tightrank.readers.process import ProcessTable, read_process, reading
+from tightrank.readers.process import Process, ProcessTable, read_process, reading
 from tightrank.readers.ranks import RankReader
 from tightrank.records import MemoryReading, ProcessId, RankReading, Snapshot, WorkerReading
 
@@ -44,7 +45,10 @@ class Watch:
     def _worker(self, item: Watched, memory: MemoryReading) -> WorkerReading:
         if item.main is None or item.ranks is None:
             return WorkerReading(item.name, item.generation, None, (), (), (), ())
-        ranks, problems = item.ranks.read(_alive, lambda device: self._available(device, memory))
+        seen: dict[ProcessId, Process] = {}
+        found, problems = item.ranks.read(partial(_alive, seen=seen), lambda device: self._available(device, memory))
+        ranks = [replace(rank, state=seen[rank.id].state, cpu_seconds=seen[rank.id].cpu_seconds) if rank.id in seen else rank
+                 for rank in found]
         roles = {rank.id: rank.role for rank in ranks}
         tree = tuple(reading(process, roles.get(process.id)) for process in self.table.tree(item.main, item.known))
         return WorkerReading(item.name, item.generation, item.main, tree,
@@ -61,12 +65,17 @@ class Watch:
         return memory.available_bytes if free is None else min(memory.available_bytes, free), ""
 
 
-def _alive(process: ProcessId) -> bool:
+def _alive(process: ProcessId, seen: dict[ProcessId, Process] | None = None) -> bool:
+    """`seen` keeps what was read of it."""
     try:
         found = read_process(process.pid)
     except OSError:
         return True                # it cannot be told now; the next pass may
-    return found is not None and found.id == process and found.state not in "ZX"
+    if found is None or found.id != process or found.state in "ZX":
+        return False
+    if seen is not None:
+        seen[process] = found
+    return True
 
 
 def tightest(workers: Mapping[str, WorkerReading]) -> Mapping[str, Any] | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightrank import act, engines, launch
+from tightrank import act, engines, launch, stacks
 from tightrank.adapter import wire
 from tightrank.breaker import Breaker
 from tightrank.decide import RESTARTS, STEADY_SECONDS
@@ -26,6 +26,7 @@ from tightrank.records import (
     Decision,
     Diagnosis,
     Event,
+    Failure,
     Line,
     Phase,
     Request,
@@ -56,7 +57,7 @@ class Surroundings:
 class Worker:
     """One worker over all its generations."""
 
-    def __init__(self, template: WorkerSpec, around: Surroundings) -> None:
+    def __init__(self, template: WorkerSpec, around: Surroundings, bundle: str | None = None) -> None:
         self.template = template
         self._key = around.breaker.key(template)      # of the last start
         before = around.breaker.standing(template.name, self._key)
@@ -71,12 +72,16 @@ class Worker:
         self.run: Generation | None = None
         self._failures = before.failures   # in a row
         self._ending: act.Ending | None = None
+        self._dump: stacks.Dump | None = None
         self._gone = self._ended = False   # the tree; the tree, and its last words are read
         self._restart_wanted = False
         self._failed_at_start = False
         self._requests: list[Request] = []
         self._around = around
         self._events: list[Event] = []
+        self._failed: list[Failure] = []
+        self._stacks = ""                  # what became of them
+        self.bundle = bundle               # of the last failure, in an earlier daemon too
         self._last_tail: tuple[str, ...] = ()
         if before.diagnosis is not None:
             cause = before.diagnosis.cause
@@ -138,7 +143,8 @@ class Worker:
             end_trouble=self._ending.trouble(now) if self._ending else None, diagnosis=self.diagnosis,
             failures_in_row=self._failures, next_start_monotonic=self.next_start, requests=requests,
             restart_wanted=self._restart_wanted, line=spec.line, budget=run.budget if run else None,
-            shed=run.shed if run else None, prefill_width=run.prefill_width if run else 0)
+            shed=run.shed if run else None, prefill_width=run.prefill_width if run else 0,
+            stall=run.turns.stall if run else None)
 
     def watched(self) -> Watched:
         return self.run.watched() if self.run else Watched(self.template.name, self.generation)
@@ -147,6 +153,16 @@ class Worker:
     def drains(self) -> bool:
         """Whether it is being ended on request and its engine still serves what it has."""
         return self._ending is not None and self._ending.drains
+
+    @property
+    def working(self) -> bool:
+        """Whether its engine has requests, or is stopped."""
+        return self.run is not None and self.run.turns.working
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it does not move although it should."""
+        return self.run is not None and self.run.turns.suspect
 
     def descriptors(self) -> list[int]:
         return self.run.descriptors() if self.run else []
@@ -158,6 +174,18 @@ class Worker:
     def take_events(self) -> list[Event]:
         events, self._events = self._events, []
         return events
+
+    def take_failures(self) -> list[Failure]:
+        """Those whose last words are read, for the bundle."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def bundled(self, generation: int, name: str, trouble: str) -> None:
+        """What became of the bundle of one of them."""
+        if not trouble:
+            self.bundle = name
+        self._events.append(Event(time.time(), "bundle", self.template.name, generation,
+                                  f"no bundle {name}: {trouble}" if trouble else f"bundle {name}", {"bundle": self.bundle}))
 
     # --- what was decided ---------------------------------------------------------------------------------------------
 
@@ -175,6 +203,11 @@ class Worker:
         """Goes on ending the tree. The diagnosis may grow clearer with the lines that still come."""
         if self._ending is None or self.run is None:
             return
+        if self._dump is not None and self._dump.step(now):
+            self._stacks = self._dump.sentence
+            self._say("cause", self._stacks, {"cause": self.diagnosis.cause if self.diagnosis else None})
+            self._dump = None
+            self._ending.hurry()
         gone = self._ending.step(now, table, tuple(self.run.known))
         # One tick more than needed: what it printed last may still be in the pipe, and may say why it ended.
         self._gone, self._ended = gone, gone and self._gone
@@ -206,6 +239,8 @@ class Worker:
         self._enter(Phase.STARTING, now)
 
     def _admit(self, decision: Decision, now: float) -> None:
+        if self.run is not None and self.phase is Phase.STARTING:
+            self.run.turns.forget_steps()
         self._enter(Phase.UP, now)
 
     def _drain(self, decision: Decision, now: float) -> None:
@@ -221,6 +256,9 @@ class Worker:
         self._failed_at_start = self.phase is Phase.STARTING
         spec = self.run.spec
         patience = spec.drain_seconds if on_request else act.EVIDENCE_SECONDS
+        if decision.diagnosis is not None and decision.diagnosis.cause in stacks.WANTED and self.run.reading is not None:
+            self._dump = stacks.Dump(Path(spec.run_directory), self.run.reading.ranks, now)
+            patience = stacks.ALL_SECONDS
         self.run.traces.note([process.pid for process in self.run.known])
         self._ending = act.Ending(self.run.launched.main, spec.listens(), now, patience, on_request, self.run.traces)
         self._gone = self._ended = False
@@ -234,10 +272,10 @@ class Worker:
         self._enter(Phase.BACKING_OFF, now)
 
     def _fail(self, decision: Decision, now: float) -> None:
-        self._close()
         if decision.diagnosis is not None and decision.diagnosis != self.diagnosis:
             self._blame(decision.diagnosis)
         self._around.breaker.keep(self.template.name, self._key, self._failures, self.diagnosis)
+        self._close()
         self._enter(Phase.FAILED, now)
 
     def _rest(self, decision: Decision, now: float) -> None:
@@ -258,9 +296,17 @@ class Worker:
             self.run.aborts, self.run.abort_why = self.run.aborts + 1, decision.sentence
 
     def _close(self) -> None:
+        if self.phase is Phase.STOPPING and self.diagnosis is not None:
+            run = self.run
+            self._failed.append(Failure(
+                self.template.name, self.generation, time.time(), self.diagnosis, run.engine_version if run else None,
+                tuple(run.lines) if run else (), run.spec.run_directory if run else "", self._stacks))
+        self._stacks = ""
         if self._ending is not None:
             self.forced_end = self._ending.forced
-        self._ending, self._ended, self.next_start = None, False, None
+        if self._dump is not None:
+            self._dump.close()
+        self._ending, self._ended, self.next_start, self._dump = None, False, None, None
         if self.run is not None:
             self._last_tail = self.run.tail()
             self.run.close()

@@ -59,6 +59,10 @@ def parse(argv):
     p.add_argument("--hook-failed", metavar="NAME", help="this hook is not in force on the last rank")
     p.add_argument("--freeze", type=float, nargs="?", const=0.0, metavar="S", help="rank 0 spins S seconds after ready")
     p.add_argument("--block-in-futex", type=float, nargs="?", const=0.0, metavar="S", help="rank 0 blocks, signals off")
+    p.add_argument("--stick-at-step", type=int, metavar="N", help="from its Nth prefill step on rank 0 does not end one")
+    p.add_argument("--stick-how", choices=("sleep", "spin", "compile"), default="sleep", help="compile: a child computes")
+    p.add_argument("--stick-seconds", type=float, metavar="S", default=86400.0, help="how long each of them takes")
+    p.add_argument("--silent-idle", action="store_true", help="a rank without work does not beat, as vLLM's engine core")
     p.add_argument("--mute", type=float, nargs="?", const=0.0, metavar="S", help="HTTP accepts and never answers")
     p.add_argument("--orphan", action="store_true", help="leave a process that outlives its parent and ignores SIGTERM")
     p.add_argument("--litter", nargs="?", const="psm_", metavar="PREFIX", help="ranks hold what is left by a SIGKILL: shared "

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 
 try:
-    from tightrank_adapter import line, pages, wire
+    from tightrank_adapter import line, pages, stacks, wire
 except ImportError:
     line = wire = None
 
@@ -78,6 +78,7 @@ class Telemetry:
         wire.write_hello(self.directory, self.said)
         self.beat = pages.BeatWriter(self.directory)
         self.sender = wire.Sender(self.directory)
+        stacks.arm(self.directory)
 
     def _hook(self, hook, last):
         if hook == self.options.hook_failed and last:
@@ -97,13 +98,15 @@ class Telemetry:
         except (OSError, wire.WireError):
             return None
 
-    def turn(self, in_flight=0):
+    def turn(self, in_flight=0, new=0, prefix=0):
         if self.on:
             self.beat.in_flight = in_flight
+            if new:
+                self.beat.step_cost = wire.step_cost(new, prefix + new)
             self.beat.beat()
             self.sender.flush()
 
-    def step(self, sequence, rank, prefix, new, budget):
+    def step(self, sequence, rank, prefix, new, budget, milliseconds):
         if not self.on:
             return
         self.beat.steps += 1
@@ -111,7 +114,7 @@ class Telemetry:
         width = prefix + new
         self.sender.send(wire.Step(
             self.settings.generation, os.getpid(), sequence, rank, time.monotonic_ns(), new, width, budget,
-            bool(budget and new * width > budget), self.options.step_seconds * 1000, None, [[prefix, new]]))
+            bool(budget and new * width > budget), milliseconds, None, [[prefix, new]]))
 
 
 class Rank:
@@ -130,10 +133,13 @@ class Rank:
             message = json.loads(self.connection.recv(4096) or "null") if readable else {}
             if message is None:
                 os._exit(0)
+            if message:  # as the real ones: the loop turns with what it has, then comes the step
+                self.telemetry.turn(message.get("in_flight", 0), message.get("new", 0), message.get("prefix", 0))
             self.work(message)
             if message:
                 self.connection.send(b"done")
-            self.telemetry.turn(message.get("in_flight", 0))
+            if message or not self.options.silent_idle:
+                self.telemetry.turn(0 if self.options.silent_idle else message.get("in_flight", 0))
             if self.number == 0:
                 self.faults()
 
@@ -143,8 +149,25 @@ class Rank:
         if "budget" in message and "new" not in message and self.telemetry.on:
             self.telemetry.fact("line_budget", message["budget"])
         if "new" in message:
+            began = time.monotonic()
             time.sleep(self.options.step_seconds)
-            self.telemetry.step(message["sequence"], self.number, message["prefix"], message["new"], message["budget"])
+            if self.number == 0 and 0 < (self.options.stick_at_step or 0) <= message["sequence"]:
+                self.stick()
+            self.telemetry.step(message["sequence"], self.number, message["prefix"], message["new"], message["budget"],
+                                (time.monotonic() - began) * 1000)
+
+    def stick(self):
+        """One step that takes `stick_seconds`; the loop does not turn."""
+        end, child = time.monotonic() + self.options.stick_seconds, 0
+        if self.options.stick_how == "compile":
+            child = os.fork()
+        while time.monotonic() < end:
+            if self.options.stick_how == "sleep" or child:
+                time.sleep(0.05)
+        if self.options.stick_how == "compile":
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
 
     def faults(self):
         grow = int(self.options.grow_mib_per_second * (time.monotonic() - self.started)) - self.grown_mib

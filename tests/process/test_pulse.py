@@ -19,7 +19,7 @@ def pulse(deployment: Deployment) -> dict[str, Any]:
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_pulse_of_a_rank_that_is_stopped(make: Make, engine: str) -> None:
-    deployment = make(engine=engine).up()
+    deployment = make(engine=engine, settings={"limits": {"hang": "0s"}}).up()     # or the supervisor would end it
     deployment.wait_phase("up")
     deployment.get("/steps?worker=w0")
     before = pulse(deployment)

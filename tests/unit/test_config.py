@@ -62,7 +62,7 @@ def test_the_smallest_file(read: Read, tmp_path: Path) -> None:
     (GOOD + "gaurd: {floor: 2GiB}\n", "tightrank.yaml:5: unknown key 'gaurd', did you mean 'guard'?"),
     (GOOD + "guard:\n  flor: 2GiB\n", "tightrank.yaml:6: unknown key 'guard.flor', did you mean 'guard.floor'?"),
     (GOOD + "limits: {zzz: 1}\n", "tightrank.yaml:5: unknown key 'limits.zzz', known are backoff_first, backoff_longest, "
-     "drain, restarts, start_stall"),
+     "drain, hang, hang_busy, hang_factor, restarts, start_stall"),
     (GOOD + "    prot: 1\n", "tightrank.yaml:5: not valid YAML: expected <block end>, but found '<block mapping start>'"),
     (GOOD.replace("port", "prot"), "tightrank.yaml:4: unknown key 'workers[].prot', did you mean 'workers[].port'?"),
     (GOOD + "engine: sglang\n",

@@ -17,14 +17,14 @@ GUARD = PACKAGE / "guard"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("records", "errors", "adapter", "sockets", "__init__"),
     ("config",),
-    ("engines", "host", "inputs", "logs", "gateway"),
+    ("engines", "host", "inputs", "logs", "gateway", "hang"),
     ("readers",),
     ("plan", "diagnose", "decide", "levels", "watch", "launch", "admission", "breaker", "hygiene"),
     ("check", "act"),
-    ("generation",),
+    ("generation", "stacks"),
     ("worker",),
     ("status", "report"),
-    ("metrics", "edge"),
+    ("metrics", "edge", "bundle"),
     ("api", "serve"),
     ("daemon", "cli"),
 )

@@ -57,19 +57,19 @@ class BeatWriter:
     def __init__(self, directory: str) -> None:
         self._pid = os.getpid()
         self._start_time = start_time(self._pid)
-        self._page = Page(os.path.join(directory, "beat-%d" % self._pid), "7Q", True)
-        self.loops = self.steps = self.prefill_tokens = self.in_flight = 0
+        self._page = Page(os.path.join(directory, "beat-%d" % self._pid), "8Q", True)
+        self.loops = self.steps = self.prefill_tokens = self.in_flight = self.step_cost = 0
         self.beat()
 
     def beat(self) -> None:
         self.loops += 1
         self._page.write(self._pid, self._start_time, time.monotonic_ns(), self.loops, self.steps,
-                         self.prefill_tokens, self.in_flight)
+                         self.prefill_tokens, self.in_flight, self.step_cost)
 
 
 class BeatReader:
     def __init__(self, directory: str, pid: int) -> None:
-        self._page = Page(os.path.join(directory, "beat-%d" % pid), "7Q", False)
+        self._page = Page(os.path.join(directory, "beat-%d" % pid), "8Q", False)
 
     def read(self) -> Beat:
         return Beat(*self._page.read())

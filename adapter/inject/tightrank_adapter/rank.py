@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any, Dict, List, Optional
 
-from . import boot, pages, wire
+from . import boot, pages, stacks, wire
 
 _settings: Optional[wire.Settings] = None
 _directory = ""
@@ -31,6 +31,7 @@ class _Process:
         self.sender = wire.Sender(_directory)
         self.page = pages.BeatWriter(_directory)
         self.sequence = 0
+        stacks.arm(_directory)
 
 
 def settings(directory: str = "") -> wire.Settings:
@@ -134,6 +135,15 @@ def beat(in_flight: Optional[int] = None) -> None:
     if me is not None:
         if in_flight is not None:
             me.page.in_flight = in_flight
+        me.page.beat()
+
+
+def starts(chunks: List[List[int]]) -> None:
+    """A prefill step of these chunks begins: how long it may take depends on them."""
+    me = _mine()
+    if me is not None:
+        rows, width = sum(new for _, new in chunks), max((prefix + new for prefix, new in chunks), default=0)
+        me.page.step_cost = wire.step_cost(rows, width)
         me.page.beat()
 
 

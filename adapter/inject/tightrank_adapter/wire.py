@@ -5,6 +5,7 @@
                                               a control request, since its schedulers are replicas)
     hello-<pid>.json  adapter -> supervisor   one per engine process, replaced whole when a hook's state changes
     beat-<pid>        adapter -> supervisor   a page: progress of the engine's own loop
+    stacks-<pid>      adapter -> supervisor   what faulthandler writes on STACK_SIGNAL: the stacks of all threads
     records.sock      adapter -> supervisor   datagrams (JSON objects): "step" and "fault"; they may be lost
 
 Standard library only, no import of ours; the supervisor loads this file by path. Times are CLOCK_MONOTONIC nanoseconds
@@ -21,6 +22,10 @@ SCHEMA = 2
 SETTINGS, CONTROL, RECORDS = "settings.json", "control", "records.sock"
 BUDGET_KEY = "tightrank_line_budget"  # SGLang: POST /set_internal_state {"server_args": {BUDGET_KEY: token²}}
 ENV_ADAPTER, ENV_RUN = "TIGHTRANK_ADAPTER", "TIGHTRANK_RUN"
+# A real-time signal from the middle (they are 34 to 64): no engine, torch or library that was read sets it. SGLang takes
+# SIGQUIT, users take SIGUSR1 and SIGUSR2 (Slurm, torchrun), glibc 32 and 33.
+STACK_SIGNAL = 50
+ROW_KEYS = 30_000  # see `step_cost`
 
 # Which processes of an engine must hold a hook in force. A role that is not named here says hello and no more.
 HOOK_ROLES: Dict[str, Dict[str, Tuple[str, ...]]] = {
@@ -95,6 +100,7 @@ class Beat(NamedTuple):
     steps: int
     prefill_tokens: int
     in_flight: int
+    step_cost: int = 0  # of the prefill step that was started last; 0: none, or an adapter that does not tell
 
 
 class Step(NamedTuple):
@@ -206,6 +212,19 @@ def write_settings(directory: str, settings: Settings) -> None:
 def read_settings(directory: str) -> Settings:
     settings: Settings = read_json(os.path.join(directory, SETTINGS), Settings)
     return settings
+
+
+def step_cost(rows: int, width: int) -> int:
+    """How much a prefill step computes, in (row, key) pairs, to compare steps with each other.
+
+    A row costs its keys and, whatever they are, the weights: in a dense model of 8e9 parameters as much as 30,000 keys
+    (2 x 8e9 operations over 4 x 4096 x 32).
+    """
+    return rows * (width + ROW_KEYS)
+
+
+def stacks_path(directory: str, pid: int) -> str:
+    return os.path.join(directory, "stacks-%d" % pid)
 
 
 def hello_path(directory: str, pid: int) -> str:

@@ -49,6 +49,7 @@ def _worker(worker: Json, colour: bool, now: float) -> list[str]:
     lines += [_rank(rank) for rank in worker["ranks"]]
     if worker["diagnosis"]:
         lines += _cause(worker["diagnosis"])
+        lines += [f"  bundle  {worker['bundle']}"] if worker.get("bundle") else []
     elif worker["reason"]:
         lines.append(f"  {worker['reason']}")
     return lines

@@ -110,6 +110,10 @@ _ALL = (
         unset="guard.floor + guard.margin + what a prefill under the line holds"),
     Key("limits.drain", Duration(0, 86400), "Time for requests in flight to end after SIGTERM.", "30s"),
     Key("limits.start_stall", Duration(1, 86400), "A start without any progress for this long has failed.", "5m"),
+    Key("limits.hang", Duration(0, 86400), "Time after which a worker with work that does not move has hung, where no step "
+        "takes longer; 0s: never.", "2s"),
+    Key("limits.hang_factor", Whole(2, 1000), "A step may take this many times the longest before it.", "5"),
+    Key("limits.hang_busy", Duration(1, 86400), "The same time while its processes compute: a compiler, a spin.", "60s"),
     Key("limits.restarts", Whole(0, 1000), "Failures in a row after which a worker stays failed.", "5"),
     Key("limits.backoff_first", Duration(0.001, 86400), "Pause before the first restart; it doubles each time.", "1s"),
     Key("limits.backoff_longest", Duration(0.001, 86400), "The longest such pause.", "5m"),

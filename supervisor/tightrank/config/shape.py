@@ -81,6 +81,9 @@ class Limits:
     """Times and counts of the worker's life."""
     drain_seconds: float
     start_stall_seconds: float
+    hang_seconds: float            # 0: nothing is taken for a hang
+    hang_factor: int
+    hang_busy_seconds: float
     restarts: int
     backoff_first_seconds: float
     backoff_longest_seconds: float

@@ -162,8 +162,16 @@ def _environment(worker: Worker, engine: Engine, inputs: Inputs) -> tuple[dict[s
 
 def masked(spec: WorkerSpec) -> tuple[tuple[str, ...], dict[str, str]]:
     """(argv, env) to show: secrets as ***."""
-    env = {name: MASK if _SECRET.search(name) else _USER_OF_URL.sub(MASK, text) for name, text in sorted(spec.env.items())}
-    return without_secrets(spec.argv), env
+    return without_secrets(spec.argv), masked_environment(spec.env)
+
+
+def masked_environment(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: MASK if is_secret(name) else _USER_OF_URL.sub(MASK, text) for name, text in sorted(env.items())}
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's name sounds like a secret."""
+    return _SECRET.search(name) is not None
 
 
 def to_json(specs: Sequence[WorkerSpec]) -> Mapping[str, Any]:

@@ -79,7 +79,7 @@ class RankReader:
             hello.engine_version, alive(identity), hello.hooks, hello.facts, room, why,
             (now_ns - beat.monotonic_ns) / 1e9 if beat else None,
             beat.loops if beat else 0, beat.steps if beat else 0, beat.prefill_tokens if beat else 0,
-            beat.in_flight if beat else 0)
+            beat.in_flight if beat else 0, beat.step_cost if beat else 0)
 
     def _beat(self, known: _Known) -> wire_types.Beat | None:
         try:

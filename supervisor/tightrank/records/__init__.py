@@ -3,7 +3,19 @@
 Units are in the names. A value that could not be read is None and says why where a person will look; it is never 0.
 Times named `_monotonic` are seconds of CLOCK_MONOTONIC; `_unix` are seconds since the epoch, for people only.
 """
-from tightrank.records.life import ActionKind, Decision, Diagnosis, Phase, ProbeResult, Request, Shed, StartStep, WorkerView
+from tightrank.records.life import (
+    ActionKind,
+    Decision,
+    Diagnosis,
+    Failure,
+    Phase,
+    ProbeResult,
+    Request,
+    Shed,
+    Stall,
+    StartStep,
+    WorkerView,
+)
 from tightrank.records.reading import (
     Line,
     MemoryReading,
@@ -17,7 +29,7 @@ from tightrank.records.spec import ChunkBand, LineSpec, WorkerSpec
 from tightrank.records.status import Event, LevelStatus, Pulse, RankPulse, Status, WorkerStatus
 
 __all__ = [
-    "ActionKind", "ChunkBand", "Decision", "Diagnosis", "Event", "LevelStatus", "Line", "LineSpec", "MemoryReading", "Phase",
-    "ProbeResult", "ProcessId", "ProcessReading", "Pulse", "RankPulse", "RankReading", "Request", "Shed", "Snapshot",
-    "StartStep", "Status", "WorkerReading", "WorkerSpec", "WorkerStatus", "WorkerView",
+    "ActionKind", "ChunkBand", "Decision", "Diagnosis", "Event", "Failure", "LevelStatus", "Line", "LineSpec", "MemoryReading",
+    "Phase", "ProbeResult", "ProcessId", "ProcessReading", "Pulse", "RankPulse", "RankReading", "Request", "Shed", "Snapshot",
+    "Stall", "StartStep", "Status", "WorkerReading", "WorkerSpec", "WorkerStatus", "WorkerView",
 ]

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from tightrank.records.reading import Line
 from tightrank.records.spec import LineSpec
 
 
@@ -48,12 +49,38 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """One generation that failed, for the bundle."""
+    worker: str
+    generation: int
+    unix: float
+    diagnosis: Diagnosis
+    engine_version: str | None
+    lines: tuple[Line, ...]
+    run_directory: str             # "": none was made
+    stacks: str                    # what became of the stacks, in a sentence; "": they were not asked for
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeResult:
     """What the engine's own port said. `canary_ok`: a real request of ours was served in this generation."""
     monotonic: float
     health_ok: bool
     canary_ok: bool
     why: str = ""                          # the last refusal, "" when all is well
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A process of a worker that does not move, and what was seen meanwhile. Seconds are those that we were there to see."""
+    who: str                       # "scheduler 0 (pid 12)"
+    stopped: bool                  # by a signal: state T
+    in_flight: int                 # requests that it has
+    still_seconds: float           # its loop has not turned (or it is stopped)
+    quiet_seconds: float           # ... and nothing of the worker that computes has used its processor
+    unhelped_seconds: float        # ... and no process that a rank started (a compiler) has
+    longest_seconds: float | None  # of the steps before; None: there was none
+    expected_seconds: float | None     # the same, scaled up to the step under way where that is a larger one
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +111,7 @@ class WorkerView:
     next_start_monotonic: float | None
     requests: tuple[Request, ...]
     restart_wanted: bool                   # STOPPING on a request to restart
+    stall: Stall | None = None             # the worst of its processes that do not move
     line: LineSpec | None = None
     budget: int | None = None              # token², as we last told the engine
     shed: Shed | None = None

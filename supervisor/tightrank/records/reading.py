@@ -70,6 +70,9 @@ class RankReading:
     steps: int
     prefill_tokens: int
     in_flight: int
+    step_cost: int = 0                     # of the prefill step that it started last (wire.step_cost)
+    state: str = ""                        # of its main thread, as in ProcessReading; "": not read
+    cpu_seconds: float | None = None       # used so far, by all its threads
 
 
 @dataclass(frozen=True, slots=True)

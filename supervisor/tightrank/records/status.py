@@ -14,7 +14,8 @@ from tightrank.records.spec import LineSpec
 class Event:
     """One line of the journal."""
     unix: float
-    kind: str                  # phase | decision | cause | hello | daemon | line | request | hygiene | level | dry-run
+    kind: str                  # phase | decision | cause | hello | daemon | line | request | hygiene | level |
+                               # dry-run | bundle
     worker: str | None
     generation: int | None
     sentence: str
@@ -56,6 +57,7 @@ class WorkerStatus:
     shed: Shed | None = None               # what is refused while memory is short
     aborts: int = 0                        # how often, in this generation, its largest prefill was to be ended; the gateway
     abort_why: str = ""                    # does it when it sees the number grow, so that no event is obeyed twice
+    bundle: str | None = None              # file name of the last bundle that was made for it
 
 
 @dataclass(frozen=True, slots=True)

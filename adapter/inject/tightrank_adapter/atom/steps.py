@@ -32,6 +32,7 @@ def _starts(runner: Any, batch: Any) -> Optional[_Started]:
     rows = zip(batch.num_cached_tokens, batch.num_scheduled_tokens, strict=False)
     chunks = [[int(prefix), int(new)] for prefix, new in rows][:batch.total_seqs_num_prefill]
     peak.reset()
+    rank.starts(chunks)
     return _Started(chunks, time.monotonic_ns())
 
 

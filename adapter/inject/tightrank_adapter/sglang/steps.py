@@ -36,6 +36,7 @@ def _before_run(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Optional[_S
         return None
     chunks = [[int(prefix), int(new)] for prefix, new in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     peak.reset()
+    rank.starts(chunks)
     return _Step(time.monotonic(), chunks, line.budget(), line.is_over(chunks), None)
 
 

@@ -55,7 +55,8 @@ def _core_started(token: None, result: None, core: Any, vllm_config: Any, *args:
 
 
 def _beat(core: Any) -> None:
-    rank.beat(sum(core.scheduler.get_request_counts()))
+    """A scheduler that somebody paused has nothing to do, whatever it holds: its loop stands still until it is resumed."""
+    rank.beat(sum(core.scheduler.get_request_counts()) if core.scheduler.has_requests() else 0)
 
 
 def _beat_after(token: None, result: Any, core: Any) -> None:

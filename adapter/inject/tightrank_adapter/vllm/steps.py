@@ -56,6 +56,7 @@ def _starts(worker: Any, scheduler_output: Any) -> Optional[_Started]:
     if not chunks:
         return None
     peak.reset()
+    rank.starts(chunks)
     return _Started(chunks, budget or 0, time.monotonic_ns())
 
 
