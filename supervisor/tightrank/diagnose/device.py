@@ -5,7 +5,8 @@ from tightrank.diagnose.signature import Rank, Signature
 
 _NCCL = r"(?:\[[\d :-]{19}\] )?(?:\S{1,200}:\d+:\d+ \[\d+\] )?(?:\S{1,60} )?NCCL WARN "
 _NETWORK = ("NCCL_DEBUG=WARN names the failing call; then NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME (the interface), "
-            "NCCL_P2P_DISABLE=1 (PCIe cards behind an IOMMU), the size of /dev/shm, one release of NCCL on all nodes")
+            "NCCL_P2P_DISABLE=1 (PCIe cards behind an IOMMU), the size of /dev/shm, free memory of the devices, one "
+            "release of NCCL on all nodes")
 _PEERS = "start all nodes of the worker together, with the same address; check firewall and interface (NCCL_SOCKET_IFNAME)"
 _LESS = "leave more device memory free: a smaller share for the engine, fewer requests at once, or smaller prefill chunks"
 _TOOLS = ("a CUDA toolkit that fits the engine's torch (nvcc, headers; CUDA_HOME), or the engine's container image; with "
@@ -119,7 +120,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r".{1,300})",
         "The ranks could not set up their communication (NCCL, on AMD devices RCCL).",
         _NETWORK, "vLLM 0.4 - 0.33.0, SGLang 0.4 - 0.5.23 pynccl_wrapper.py, torch 2.1 - 2.13", decisive=False,
-        rank=Rank.DOUBTFUL),
+        rank=Rank.DOUBTFUL, confidence="likely"),
     Signature(
         "engine-error",
         r"NCCL (?:error: |error in: ).{1,300}",
