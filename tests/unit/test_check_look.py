@@ -114,8 +114,8 @@ def test_where_nothing_can_be_read_nothing_fails() -> None:
     spec, why = make_spec(tensor_parallel=2), "it did not answer"
     worker = check.WorkerFacts(spec, ProgramFacts(why=why), ArchitectureFacts("vllm", why=why), QuantizationFacts(),
                                FlagFacts(why=why))
-    facts = check.Facts(make_config(), {}, {}, (), (worker,), ModelFacts("/m", why=why), DeviceFacts(why=why), make_memory(None),
-                        MachineFacts(), LeftoverFacts(), ())
+    facts = check.Facts(make_config(), {}, {}, (), (worker,), ModelFacts("/m", why=why), DeviceFacts(why=why),
+                        make_memory(None), MachineFacts(), LeftoverFacts(), ())
     found = list(check.items(facts))
     assert {item.status for item in found if item.item not in ("settings", "state directory, program, hooks, ports")} == {
         "unknown"}
