@@ -101,7 +101,7 @@ def test_a_python_that_does_not_answer_is_unknown(tmp_path: Path, monkeypatch: p
     facts = program.read(found(tmp_path / "site", tmp_path), ENVIRONMENT)
     assert facts.package is None and why in facts.why
     assert [item.status for item in program.items(facts, make_spec())] == ["unknown"]
-    assert [item.status for item in architecture.items(facts, LLAMA, make_spec(), {})] == ["unknown"]
+    assert judged(facts, LLAMA)[0] == "unknown"
     unasked = flags.read(facts, make_spec(), {}, True, True)
     assert [item.status for item in flags.items(unasked, facts, make_spec())] == ["unknown"]
 
@@ -126,7 +126,8 @@ def test_the_engines_python_gets_nothing_of_ours(vllm: Path, tmp_path: Path) -> 
 
 def judged(facts: ProgramFacts, model: Mapping[str, Any], *args: str, engine: str = "vllm",
            env: Mapping[str, str] | None = None) -> tuple[str, str]:
-    (item,) = architecture.items(facts, model, make_spec(args, engine=engine), env or {})
+    spec = make_spec(args, engine=engine)
+    (item,) = architecture.items(architecture.read(facts, spec, model, env or {}), model, spec)
     return item.status, item.text
 
 

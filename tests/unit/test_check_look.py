@@ -14,9 +14,17 @@ from typing import Any
 import pytest
 import yaml
 from helpers import free_ports, tightrank
-from preflight import GIB, write_safetensors
+from preflight import GIB, make_config, make_memory, make_spec, write_safetensors
 from tightrank import check, host, inputs, plan
+from tightrank.check.architecture import ArchitectureFacts
+from tightrank.check.devices import DeviceFacts
+from tightrank.check.flags import FlagFacts
 from tightrank.check.item import Item
+from tightrank.check.leftovers import LeftoverFacts
+from tightrank.check.machine import MachineFacts
+from tightrank.check.model import ModelFacts
+from tightrank.check.program import ProgramFacts
+from tightrank.check.quantization import QuantizationFacts
 from tightrank.config import load
 from tightrank.errors import CAUSES
 
@@ -99,6 +107,19 @@ def test_what_was_refused_before_is_an_item_with_the_same_words(tmp_path: Path, 
     assert failure.text.endswith("is in use; end what listens there (ss -ltnp) or give another port")
     assert failure.change == "end what listens there (ss -ltnp) or give another port"
     assert f"by pid {os.getpid()}" in next(item.text for item in found if item.item == "port holders")
+
+
+def test_where_nothing_can_be_read_nothing_fails() -> None:
+    """A model directory, an engine, a machine that do not answer: all is unknown or in order, and up goes on."""
+    spec, why = make_spec(tensor_parallel=2), "it did not answer"
+    worker = check.WorkerFacts(spec, ProgramFacts(why=why), ArchitectureFacts("vllm", why=why), QuantizationFacts(),
+                               FlagFacts(why=why))
+    facts = check.Facts(make_config(), {}, {}, (), (worker,), ModelFacts("/m", why=why), DeviceFacts(why=why),
+                        make_memory(None), MachineFacts(), LeftoverFacts(), ())
+    found = list(check.items(facts))
+    assert {item.status for item in found if item.item not in ("settings", "state directory, program, hooks, ports")} == {
+        "unknown"}
+    assert all(item.sentence for item in found)
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------

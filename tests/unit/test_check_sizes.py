@@ -115,7 +115,7 @@ def test_memory_of_the_host() -> None:
     assert host(11.9, need(2, 8)).status == "warn"
     found = host(10, need(2, 8))
     assert (found.status, found.cause) == ("fail", "host-memory-too-small")
-    assert found.sentence == ("each of 1 ranks takes about 10.00 GiB (weights 2.00, KV 8.00), 10.00 in all; 10.00 GiB are "
+    assert found.sentence == ("the rank takes about 10.00 GiB (weights 2.00, KV 8.00), 10.00 in all; 10.00 GiB are "
                               "available, of which guard.floor keeps 1.50")
     assert found.change == "free 1.50 GiB, or lower VLLM_CPU_KVCACHE_SPACE by 1.50 GiB for each rank"
     assert host(10, need(12)).change == "free 3.50 GiB, or use a smaller or quantized model"

@@ -48,6 +48,7 @@ class WorkerFacts:
     """What was read for one worker."""
     spec: WorkerSpec
     program: program.ProgramFacts
+    architecture: architecture.ArchitectureFacts
     quantization: quantization.QuantizationFacts
     flags: flags.FlagFacts
 
@@ -89,7 +90,8 @@ def read(config: Config, specs: Sequence[WorkerSpec], inputs: Inputs, thorough: 
 
 def _worker(spec: WorkerSpec, inputs: Inputs, thorough: bool, may_ask: bool) -> WorkerFacts:
     found = program.read(spec, inputs.environment)
-    return WorkerFacts(spec, found, quantization.read(found, spec, inputs.model),
+    return WorkerFacts(spec, found, architecture.read(found, spec, inputs.model, inputs.environment),
+                       quantization.read(found, spec, inputs.model),
                        flags.read(found, spec, inputs.environment, thorough, may_ask))
 
 
@@ -141,7 +143,7 @@ def _of_worker(facts: Facts, worker: WorkerFacts) -> Iterator[Item]:
     cpu = devices.on_cpu(spec, facts.environment, found.release)
     yield from model.items(facts.model, spec, surely=found.package is not None and spec.engine in model.READ)
     yield from program.items(found, spec)
-    yield from architecture.items(found, facts.config_json, spec, facts.environment)
+    yield from architecture.items(worker.architecture, facts.config_json, spec)
     yield from parallel.items(facts.config_json, spec, cpu)
     yield from flags.items(worker.flags, found, spec)
     yield from devices.items(facts.devices, spec, facts.environment, cpu)

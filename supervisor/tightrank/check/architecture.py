@@ -7,6 +7,7 @@ import ast
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,17 @@ from tightrank.records import WorkerSpec
 
 _ENTRY = re.compile(r"^EntryClass\s*(?::[^=\n]*)?=\s*(\[[^\]]*\]|[\w.]+)", re.MULTILINE)
 _NO_LONGER = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
+
+
+@dataclass(frozen=True, slots=True)
+class ArchitectureFacts:
+    """`engine`: with its release. `others`: who may add to the registry. `in_transformers`: what the registry lacks is there.
+    `why`: nothing is known, and why."""
+    engine: str
+    registry: frozenset[str] = frozenset()
+    others: tuple[str, ...] = ()
+    in_transformers: bool = False
+    why: str = ""
 
 
 def known(engine: str, package: Path) -> frozenset[str]:
@@ -57,45 +69,50 @@ def in_transformers(architecture: str, model_type: str, transformers: Path | Non
         return False
 
 
-def items(facts: ProgramFacts, model: Mapping[str, Any], spec: WorkerSpec, environment: Mapping[str, str]) -> Iterator[Item]:
+def read(program: ProgramFacts, spec: WorkerSpec, model: Mapping[str, Any],
+         environment: Mapping[str, str]) -> ArchitectureFacts:
+    """Never raises."""
+    wanted, engine = _wanted(model), f"{spec.engine} {program.release}"
+    if program.package is None or not wanted:
+        return ArchitectureFacts(engine, why=program.why or "config.json names no architectures")
     external = {**environment, **spec.env}.get("SGLANG_EXTERNAL_MODEL_PACKAGE")
-    others = [*facts.plugins, *([external] if external else [])]
-    yield _architecture(facts, model, spec, others)
-
-
-def _architecture(facts: ProgramFacts, model: Mapping[str, Any], spec: WorkerSpec, others: list[str]) -> Item:
-    """`others`: who may add architectures to those of the registry."""
-    item = "architecture"
-    names = model.get("architectures")
-    wanted = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    if facts.package is None:
-        return unknown(item, facts.why)
-    if not wanted:
-        return unknown(item, "config.json names no architectures")
     try:
-        registry = known(spec.engine, facts.package)
+        registry = known(spec.engine, program.package)
     except OSError as error:
-        return unknown(item, f"the registry of {spec.engine} {facts.release} cannot be read ({error})")
+        return ArchitectureFacts(engine, why=f"the registry of {engine} cannot be read ({error})")
     if not registry:
-        return unknown(item, f"the registry of {spec.engine} {facts.release} is not where it is known to be")
-    if found := [name for name in wanted if name in registry]:
-        return passed(item, f"{found[0]} is one of {len(registry)} that {spec.engine} {facts.release} knows")
-    if others:
-        return unknown(item, f"{wanted[0]} is not known to {spec.engine} {facts.release}; {', '.join(others)} may add it")
-    return _not_registered(facts, model, spec, wanted[0], registry)
+        return ArchitectureFacts(engine, why=f"the registry of {engine} is not where it is known to be")
+    return ArchitectureFacts(engine, registry, (*program.plugins, *([external] if external else [])), wanted[0] not in registry
+                             and in_transformers(wanted[0], str(sections(model).get("model_type")), program.transformers))
 
 
-def _not_registered(facts: ProgramFacts, model: Mapping[str, Any], spec: WorkerSpec, wanted: str,
-                    registry: frozenset[str]) -> Item:
+def _wanted(model: Mapping[str, Any]) -> list[str]:
+    names = model.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def items(facts: ArchitectureFacts, model: Mapping[str, Any], spec: WorkerSpec) -> Iterator[Item]:
+    item, wanted = "architecture", _wanted(model)
+    if facts.why:
+        yield unknown(item, facts.why)
+    elif found := [name for name in wanted if name in facts.registry]:
+        yield passed(item, f"{found[0]} is one of {len(facts.registry)} that {facts.engine} knows")
+    elif facts.others:
+        yield unknown(item, f"{wanted[0]} is not known to {facts.engine}; {', '.join(facts.others)} may add it")
+    else:
+        yield _not_registered(facts, model, spec, wanted[0])
+
+
+def _not_registered(facts: ArchitectureFacts, model: Mapping[str, Any], spec: WorkerSpec, wanted: str) -> Item:
     """Precision first: it fails only where nothing else could bring the model in."""
-    item, sentence = "architecture", f"{wanted} is none of {len(registry)} that {spec.engine} {facts.release} knows"
+    item, sentence = "architecture", f"{wanted} is none of {len(facts.registry)} that {facts.engine} knows"
     if model.get("auto_map") or value(spec.argv, "--model-impl") not in (None, "auto"):
         return unknown(item, f"{sentence}; the model brings code of its own or asks for another implementation")
-    if in_transformers(wanted, str(sections(model).get("model_type")), facts.transformers):
+    if facts.in_transformers:
         return warned(item, f"{sentence}; Transformers has it, and {spec.engine} may run it through that, more slowly",
                       f"a release of {spec.engine} that has it runs it faster")
     if not wanted.endswith("ForCausalLM"):        # vLLM looks for the base model's name too (registry.py _normalize_arch)
         return unknown(item, f"{sentence}; whether it goes by another name cannot be told")
-    near = difflib.get_close_matches(wanted, registry, 1, 0.75)
+    near = difflib.get_close_matches(wanted, facts.registry, 1, 0.75)
     hint = f" (the nearest is {near[0]})" if near else ""
     return failed(item, "arguments-invalid", sentence + hint, f"use a release of {spec.engine} that has it, or another model")

@@ -137,7 +137,7 @@ def host_items(config: Config, workers: Sequence[tuple[WorkerSpec, Need]], memor
     total = sum(found.total_bytes * local_ranks(spec) for spec, found in workers)
     spare = config.guard.margin_bytes + sum(found.reserve_bytes * local_ranks(spec) for spec, found in workers)
     largest = max((found for _, found in workers), key=lambda found: found.total_bytes)
-    sentence = (f"each of {ranks} ranks takes {largest.text}, {total / _GIB:.2f} in all; "
+    sentence = (f"{'the rank' if ranks == 1 else f'each of {ranks} ranks'} takes {largest.text}, {total / _GIB:.2f} in all; "
                 f"{available / _GIB:.2f} GiB are available, of which guard.floor keeps {config.guard.floor_bytes / _GIB:.2f}")
     over = total + config.guard.floor_bytes - available
     if not total:
