@@ -31,7 +31,8 @@ from tightrank.records import ProcessId, ProcessReading, RankReading, Stall, Wor
 # engine alike, and afterwards every heartbeat is old.
 WATCHED_SECONDS = 1.0
 SUSPECT_SECONDS = 0.4       # from here on processes are looked at anew in every tick, and only such looks count as quiet
-# Of a core. An idle engine's threads take less: 0.01 for vLLM's worker, 0.004 for SGLang's scheduler with --sleep-on-idle.
+# Of a core. Idle, a rank on a CPU takes less: 0.01 SGLang's scheduler with --sleep-on-idle, 0.03 vLLM's worker; a starved one
+# that computes is in state R.
 BUSY_SHARE = 0.05
 HELPER_CPU_SECONDS = 0.02   # two ticks of the kernel's clock: anything that runs at all
 UNPROVEN_SECONDS = 30.0     # a first chunk of a long prompt after a canary of a few tokens; a lazy load of kernels

@@ -17,8 +17,8 @@ from tightrank.adapter import wire
 from tightrank.records import ProcessId, RankReading
 
 WANTED = ("engine-hung", "start-stalled", "canary-failed")     # causes in which an engine stands somewhere
-OWN_SECONDS = 1.5            # measured: 3 ms for vLLM's worker with 60 threads; a host that swaps takes longer
-ALL_SECONDS = 6.0            # py-spy too: 0.3 s, and seconds for the symbols of a large binary
+OWN_SECONDS = 1.5            # an idle server of SGLang writes within a tick; a host that swaps takes longer
+ALL_SECONDS = 6.0            # py-spy too, which reads the symbols of large libraries first
 MOST_SPIES = 8
 
 

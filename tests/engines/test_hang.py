@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 WORK_SECONDS = float(os.environ.get("TIGHTRANK_TEST_WORK_SECONDS", "12"))
 LIMITS = {"hang": "500ms", "restarts": 100}                 # of the floor: a quarter of the usual
-SMALL = {"line": {"budget": 200_000, "minimum": 64, "maximum": 64}, "limits": LIMITS}
+SMALL = {"line": {"budget": 1_100_000, "minimum": 128, "maximum": 128}, "limits": LIMITS}
 
 
 def generate(deployment: Deployment, engine: str, tokens: int, new_tokens: int, seed: int) -> int:
@@ -40,8 +40,9 @@ def background(deployment: Deployment, engine: str, tokens: int, new_tokens: int
 
 
 def work(deployment: Deployment, engine: str, seconds: float) -> int:
-    """Three that decode, and prompts of 8000 tokens in chunks of 64 at most. The number of answers."""
+    """Three that decode, and prompts of 8000 tokens in chunks of 128 at most. The number of answers."""
     answers: list[int] = []
+    assert generate(deployment, engine, 50, 1, 0) == 200
     end = time.monotonic() + seconds
 
     def client(number: int) -> None:
