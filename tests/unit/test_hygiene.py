@@ -185,6 +185,26 @@ def test_the_next_supervisor_removes_what_is_left(opened: Opened, shm: Path, tmp
     assert list(sweep(tmp_path)) == []
 
 
+def test_the_creator_of_a_system_v_segment_is_known_by_its_hello(opened: Opened, tmp_path: Path, said: list[str],
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[set[int]] = []
+    monkeypatch.setattr(shared, "remove_sysv", lambda pids, since_ns: asked.append(set(pids)) or 1)
+    traces, _ = opened()
+    traces.note([7])
+    (tmp_path / "w-3").mkdir()
+    for name in ("hello-8.json", "hello-9.json.1.tmp", "beat-10"):
+        (tmp_path / "w-3" / name).write_text("")
+    assert ended(traces) and asked == [{7, 8}] and said == ["removed what it left: 1 System V segments"]
+
+
+@pytest.mark.parametrize("rows", ["", "garbage", "key shmid\n1\n", "key shmid\n1 x\n"])
+def test_a_table_of_another_form_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str) -> None:
+    (tmp_path / "shm").rmdir()
+    (tmp_path / "table").write_text(rows)
+    monkeypatch.setattr(shared, "SYSV", tmp_path / "table")
+    assert shared.remove_sysv({1}, 0) == 0 and shared.remove({}, 0) == ({}, [])
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", "\0", '{"temporary": "/etc", "since_ns": 0, "segments": {}, "pids": []}'])
 def test_a_torn_file_is_said_and_removes_nothing(tmp_path: Path, shm: Path, text: str) -> None:
     (tmp_path / "w-3.traces.json").write_text(text)

@@ -12,6 +12,7 @@ import getpass
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -51,10 +52,11 @@ class _Record:
     segments: dict[str, int] = field(default_factory=dict)      # name in /dev/shm -> inode
     pids: set[int] = field(default_factory=set)
 
-    def remove(self) -> tuple[str, list[str]]:
-        """(what went, in words, or ""; names of what is still held)."""
+    def remove(self, run: Path) -> tuple[str, list[str]]:
+        """(what went, in words, or ""; names of what is still held). `run`: the generation's run directory, where each of its
+        processes has left its pid: also one that came and went between two looks."""
         gone, kept = shared.remove(self.segments, self.since_ns)
-        sysv = shared.remove_sysv(self.pids, self.since_ns)
+        sysv = shared.remove_sysv(self.pids | _said_hello(run), self.since_ns)
         files = _remove_tree(self.temporary) if self.temporary else 0
         parts = [f"{len(gone)} of shared memory ({sum(gone.values()) >> 20} MiB: {', '.join(list(gone)[:5])})" if gone else "",
                  f"{sysv} System V segments" if sysv else "", f"{files} temporary files" if files else ""]
@@ -140,7 +142,7 @@ class Traces:
 
     def remove(self) -> None:
         """All that is left, now."""
-        gone, kept = self._record.remove()
+        gone, kept = self._record.remove(Path(str(self._path).removesuffix(SUFFIX)))
         self._sentences += _words("it", gone, kept)
         available = _available()
         less = self._available - available if available >= 0 else 0
@@ -160,12 +162,17 @@ def sweep(run: Path) -> Iterator[str]:
     """Removes what generations have left whose supervisor died with them, after their processes were ended. Sentences."""
     for path in sorted(run.glob(f"*{SUFFIX}")):
         try:
-            gone, kept = _read(path).remove()
+            gone, kept = _read(path).remove(Path(str(path).removesuffix(SUFFIX)))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             yield f"{path}: not readable ({error}): what its generation left is not known"
             gone, kept = "", []
         yield from _words(path.name.removesuffix(SUFFIX), gone, kept)
         path.unlink(missing_ok=True)
+
+
+def _said_hello(run: Path) -> set[int]:
+    names = (re.fullmatch(r"hello-(\d+)\.json", path.name) for path in run.glob("hello-*"))
+    return {int(name[1]) for name in names if name}
 
 
 def _words(who: str, gone: str, kept: Sequence[str]) -> list[str]:
