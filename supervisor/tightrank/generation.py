@@ -82,7 +82,7 @@ class Generation:
         try:
             self.launched = launch.spawn(spec, environment)
         except OSError:
-            self.traces.remove()
+            self.traces.abandon()
             raise
         self.ranks = RankReader(Path(spec.run_directory), spec.name, spec.generation)
         self.guard_stops = guard_stops

@@ -24,6 +24,7 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "shm"
     path.mkdir()
     monkeypatch.setattr(shared, "SHM", path)
+    monkeypatch.setattr(shared, "ORPHAN_SECONDS", 0.1)
     monkeypatch.setattr(shared, "_MAPPED", shared.re.compile(rb" " + os.fsencode(path) + rb"/(.+?)(?: \(deleted\))?$",
                                                              shared.re.MULTILINE))
     return path
@@ -114,11 +115,28 @@ def test_what_the_tree_held_and_what_engines_name_goes_and_nothing_else(opened: 
     assert sorted(path.name for path in shm.iterdir()) == [
         "psm_00000001", "psm_00000002", "psm_00000003.bak", "psm_0000000d", "psm_0000000e", "psm_notours", "weights.bin",
         "x-nccl-1"]
-    assert len(said) == 2 and "8 of shared memory" in said[0] and "psm_00000002" in said[1], said
+    assert len(said) == 1 and "8 of shared memory" in said[0], said
     assert theirs is not None
     theirs.close()
-    assert traces.step(NOW + 1) and len(said) == 2                  # once
+    assert traces.step(NOW + 1) and len(said) == 1                  # once
 
+
+def test_what_is_handed_from_one_process_to_another_is_not_taken_on_the_way(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's pictures: the sender has let go, the receiver has not come yet."""
+    segment(shm / "psm_00000001")
+    segment(shm / "psm_00000002")
+    taken: list[mmap.mmap | None] = []
+    monkeypatch.setattr(shared.time, "sleep", lambda seconds: taken.append(segment(shm / "psm_00000001", held=True)))
+    assert shared.remove({}, 0)[0] == {"psm_00000002": 8192}
+    assert (shm / "psm_00000001").exists() and taken[0] is not None
+
+
+def test_what_was_ours_and_is_held_is_named(opened: Opened, shm: Path, said: list[str]) -> None:
+    traces, _ = opened()
+    mine = segment(shm / "of_a_library", held=True)
+    traces.note([os.getpid()])
+    assert ended(traces) and mine is not None
+    assert said == ["left alone, since another process holds it: of_a_library in /dev/shm"]
 
 def test_a_file_that_took_a_name_that_was_ours_is_another(opened: Opened, shm: Path) -> None:
     traces, _ = opened()

@@ -66,7 +66,7 @@ class _Record:
 class Traces:
     """One generation's traces, from before its start to after its end. `say` takes sentences for the journal.
 
-    Called from the daemon's main thread. The removal has a thread: a large segment takes the kernel seconds to free.
+    Called from the daemon's main thread. The removal has a thread: it waits, and a large segment takes the kernel seconds.
     """
 
     def __init__(self, spec: WorkerSpec, environment: Mapping[str, str], rules: Rules, say: Callable[[str], None]) -> None:
@@ -79,7 +79,7 @@ class Traces:
         self._looked = float("-inf")
         self._stamp = -1
         self._began: float | None = None     # the end: when the tree was found gone
-        self._removal = threading.Thread(target=self.remove, name="hygiene", daemon=True)
+        self._removal = threading.Thread(target=self._remove, name="hygiene", daemon=True)
         self._sentences: list[str] = []
         self._missing = ""
 
@@ -140,8 +140,11 @@ class Traces:
                          "see who holds it (nvidia-smi); hygiene.tolerance is what may be missing, hygiene.limit the time",
                          cause.restart_helps)
 
-    def remove(self) -> None:
-        """All that is left, now."""
+    def abandon(self) -> None:
+        """No engine was started."""
+        self._removal.start()
+
+    def _remove(self) -> None:
         gone, kept = self._record.remove(Path(str(self._path).removesuffix(SUFFIX)))
         self._sentences += _words("it", gone, kept)
         available = _available()
