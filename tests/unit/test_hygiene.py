@@ -232,6 +232,18 @@ def test_a_torn_file_is_said_and_removes_nothing(tmp_path: Path, shm: Path, text
     assert list(sweep(tmp_path)) == []
 
 
+def test_a_disk_that_was_full_from_the_start_is_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         said: list[str]) -> None:
+    def full(path: str, values: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hygiene.wire, "write_json", full)
+    own = spec(tmp_path, TMPDIR="/tmp")
+    with pytest.raises(OSError, match="No space left"):
+        Traces(own, {}, Rules(), said.append).open(own, {})
+    assert list(tmp_path.glob("*.json")) == []
+
+
 def test_a_full_disk_while_it_lives_loses_nothing(opened: Opened, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     traces, _ = opened()
     mine = segment(shm / "of_a_library", held=True)

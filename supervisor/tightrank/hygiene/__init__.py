@@ -85,6 +85,7 @@ class Traces:
 
     def open(self, spec: WorkerSpec, environment: Mapping[str, str]) -> WorkerSpec:
         """`spec` with the temporary directory, as it is to be started. Raises OSError."""
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._write()
         if not self._record.temporary or not self._made():
             return spec
