@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,13 +122,38 @@ def test_what_the_tree_held_and_what_engines_name_goes_and_nothing_else(opened: 
     assert traces.step(NOW + 1) and len(said) == 1                  # once
 
 
+def test_a_zombie_lets_go_of_its_memory_a_moment_later(opened: Opened, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "ORPHAN_SECONDS", 30.0)
+    traces, _ = opened()
+    mine = segment(shm / "of_a_library", held=True)
+    traces.note([os.getpid()])
+    assert mine is not None
+    threading.Timer(0.5, mine.close).start()
+    assert ended(traces) and list(shm.iterdir()) == []
+
+
+def test_in_a_hurry_what_may_be_of_use_is_left_to_the_next_supervisor(opened: Opened, shm: Path, tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "ORPHAN_SECONDS", 30.0)
+    traces, _ = opened()
+    segment(shm / "psm_00000001")
+    traces.hurry()
+    assert ended(traces) and len(list(shm.iterdir())) == 1
+    monkeypatch.setattr(shared, "ORPHAN_SECONDS", 0.0)
+    assert len(list(sweep(tmp_path))) == 1 and list(shm.iterdir()) == []
+
+
 def test_what_is_handed_from_one_process_to_another_is_not_taken_on_the_way(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's pictures: the sender has let go, the receiver has not come yet."""
     segment(shm / "psm_00000001")
     segment(shm / "psm_00000002")
     taken: list[mmap.mmap | None] = []
-    monkeypatch.setattr(shared.time, "sleep", lambda seconds: taken.append(segment(shm / "psm_00000001", held=True)))
-    assert shared.remove({}, 0)[0] == {"psm_00000002": 8192}
+
+    def pause(seconds: float) -> bool:
+        taken.append(segment(shm / "psm_00000001", held=True))
+        return False
+
+    assert shared.remove({}, 0, pause)[0] == {"psm_00000002": 8192}
     assert (shm / "psm_00000001").exists() and taken[0] is not None
 
 
@@ -220,7 +246,7 @@ def test_a_table_of_another_form_names_nothing(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "shm").rmdir()
     (tmp_path / "table").write_text(rows)
     monkeypatch.setattr(shared, "SYSV", tmp_path / "table")
-    assert shared.remove_sysv({1}, 0) == 0 and shared.remove({}, 0) == ({}, [])
+    assert shared.remove_sysv({1}, 0) == 0 and shared.remove({}, 0, lambda _: False) == ({}, [])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "\0", '{"temporary": "/etc", "since_ns": 0, "segments": {}, "pids": []}'])

@@ -52,10 +52,10 @@ class _Record:
     segments: dict[str, int] = field(default_factory=dict)      # name in /dev/shm -> inode
     pids: set[int] = field(default_factory=set)
 
-    def remove(self, run: Path) -> tuple[str, list[str]]:
+    def remove(self, run: Path, pause: shared.Pause) -> tuple[str, list[str]]:
         """(what went, in words, or ""; names of what is still held). `run`: the generation's run directory, where each of its
         processes has left its pid: also one that came and went between two looks."""
-        gone, kept = shared.remove(self.segments, self.since_ns)
+        gone, kept = shared.remove(self.segments, self.since_ns, pause)
         sysv = shared.remove_sysv(self.pids | _said_hello(run), self.since_ns)
         files = _remove_tree(self.temporary) if self.temporary else 0
         parts = [f"{len(gone)} of shared memory ({sum(gone.values()) >> 20} MiB: {', '.join(list(gone)[:5])})" if gone else "",
@@ -80,6 +80,7 @@ class Traces:
         self._stamp = -1
         self._began: float | None = None     # the end: when the tree was found gone
         self._removal = threading.Thread(target=self._remove, name="hygiene", daemon=True)
+        self._hurry = threading.Event()
         self._sentences: list[str] = []
         self._missing = ""
 
@@ -141,12 +142,16 @@ class Traces:
                          "see who holds it (nvidia-smi); hygiene.tolerance is what may be missing, hygiene.limit the time",
                          cause.restart_helps)
 
+    def hurry(self) -> None:
+        """No more waiting: what may still be of use to somebody is left to the next supervisor."""
+        self._hurry.set()
+
     def abandon(self) -> None:
         """No engine was started."""
         self._removal.start()
 
     def _remove(self) -> None:
-        gone, kept = self._record.remove(Path(str(self._path).removesuffix(SUFFIX)))
+        gone, kept = self._record.remove(Path(str(self._path).removesuffix(SUFFIX)), self._hurry.wait)
         self._sentences += _words("it", gone, kept)
         available = _available()
         less = self._available - available if available >= 0 else 0
@@ -154,7 +159,8 @@ class Traces:
             self._sentences.append(f"host memory: {less >> 20} MiB less are available than before the start")
         if self._rules.drop_weights:
             _forget_pages(self._model)
-        self._path.unlink(missing_ok=True)
+        if not self._hurry.is_set():
+            self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         record = self._record
@@ -166,7 +172,7 @@ def sweep(run: Path) -> Iterator[str]:
     """Removes what generations have left whose supervisor died with them, after their processes were ended. Sentences."""
     for path in sorted(run.glob(f"*{SUFFIX}")):
         try:
-            gone, kept = _read(path).remove(Path(str(path).removesuffix(SUFFIX)))
+            gone, kept = _read(path).remove(Path(str(path).removesuffix(SUFFIX)), threading.Event().wait)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             yield f"{path}: not readable ({error}): what its generation left is not known"
             gone, kept = "", []

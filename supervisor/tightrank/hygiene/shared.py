@@ -18,12 +18,14 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from stat import S_ISREG
 
 SHM = Path("/dev/shm")       # noqa: S108 - where the kernel and the C library put it
 SYSV = Path("/proc/sysvipc/shm")
+Pause = Callable[[float], bool]      # waits for so many seconds; True at once when there is no time for that
+_AGAIN_SECONDS = 0.1
 ORPHAN_SECONDS = 10.0        # a scheduler in a long prefill takes what it was handed this late
 _ENGINES = re.compile(r"psm_[0-9a-f]{8}|sem\.mp-\w{8}|sglang_loads_.+|sgl_shm_.+|vllm_.+|torch_\d+_.+|nccl-.+")
 _MAPPED = re.compile(rb" /dev/shm/(.+?)(?: \(deleted\))?$", re.MULTILINE)
@@ -45,16 +47,35 @@ def mapped(pids: Collection[int]) -> dict[str, int]:
     return {name: stat.st_ino for name in found if (stat := _stat(SHM / name)) is not None}
 
 
-def remove(segments: Mapping[str, int], since_ns: int) -> tuple[dict[str, int], list[str]]:
-    """Removes a generation's files. ({name: bytes} of what went, names of what others hold). May take ORPHAN_SECONDS."""
-    found = dict(_of_our_user(since_ns))
-    seen = {name: stat for name, stat in found.items() if segments.get(name) == stat.st_ino}
-    gone = {name: size for name, stat in seen.items() if (size := _unlink(name, stat)) is not None}
-    orphans = {name: stat for name, stat in found.items() if name not in seen and _ENGINES.fullmatch(name) and free(SHM / name)}
+def remove(segments: Mapping[str, int], since_ns: int, pause: Pause) -> tuple[dict[str, int], list[str]]:
+    """Removes a generation's files. ({name: bytes} of what went, names of what others hold). May take ORPHAN_SECONDS twice."""
+    gone = _remove_seen(segments, since_ns, pause)
+    orphans = {name: stat for name, stat in _of_our_user(since_ns)
+               if segments.get(name) != stat.st_ino and _ENGINES.fullmatch(name) and free(SHM / name)}
     youngest = max((stat.st_ctime for stat in orphans.values()), default=0.0)
-    time.sleep(min(max(youngest + ORPHAN_SECONDS - time.time(), 0.0), ORPHAN_SECONDS))     # a clock may jump meanwhile
-    gone |= {name: size for name, stat in orphans.items() if (size := _unlink(name, stat)) is not None}
-    return gone, [name for name in seen if _stat(SHM / name) is not None]
+    age = time.time() - youngest                                # a clock may jump: never longer than the whole time
+    if orphans and not (age < ORPHAN_SECONDS and pause(min(ORPHAN_SECONDS - age, ORPHAN_SECONDS))):
+        gone |= _unlinked(orphans)
+    return gone, list(_seen(segments, since_ns))
+
+
+def _remove_seen(segments: Mapping[str, int], since_ns: int, pause: Pause) -> dict[str, int]:
+    """A killed process with many threads is a zombie before it has let go of its memory, so this is tried for a while."""
+    gone: dict[str, int] = {}
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while left := _seen(segments, since_ns):
+        gone |= _unlinked(left)
+        if gone.keys() >= left.keys() or time.monotonic() > deadline or pause(_AGAIN_SECONDS):
+            break
+    return gone
+
+
+def _seen(segments: Mapping[str, int], since_ns: int) -> dict[str, os.stat_result]:
+    return {name: stat for name, stat in _of_our_user(since_ns) if segments.get(name) == stat.st_ino}
+
+
+def _unlinked(files: Mapping[str, os.stat_result]) -> dict[str, int]:
+    return {name: size for name, stat in files.items() if (size := _unlink(name, stat)) is not None}
 
 
 def _unlink(name: str, before: os.stat_result) -> int | None:
