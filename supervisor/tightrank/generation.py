@@ -187,6 +187,9 @@ class Generation:
         if self.hurt and self._hurt_monotonic is None:
             self._hurt_monotonic = now
 
+    def note_traces(self) -> None:
+        self.traces.note([process.pid for process in self.known])
+
     def _size(self, reading: WorkerReading) -> None:
         """The headroom's numbers of all ranks; said once they have all told theirs."""
         self._terms = headroom.rows((*reading.ranks, *reading.dead_ranks))

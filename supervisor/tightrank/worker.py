@@ -197,6 +197,8 @@ class Worker:
         self._enter(Phase.STARTING, now)
 
     def _admit(self, decision: Decision, now: float) -> None:
+        assert self.run is not None
+        self.run.note_traces()             # all its processes are there now; from here on we look seldom
         self._enter(Phase.UP, now)
 
     def _drain(self, decision: Decision, now: float) -> None:
@@ -212,7 +214,7 @@ class Worker:
         self._failed_at_start = self.phase is Phase.STARTING
         spec = self.run.spec
         patience = spec.drain_seconds if on_request else act.EVIDENCE_SECONDS
-        self.run.traces.note([process.pid for process in self.run.known])
+        self.run.note_traces()
         self._ending = act.Ending(self.run.launched.main, spec.listens(), now, patience, on_request, self.run.traces)
         self._gone = self._ended = False
         self._enter(Phase.STOPPING, now)
