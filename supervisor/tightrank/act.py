@@ -64,6 +64,7 @@ class Ending:
     def hurry(self) -> None:
         """Now: no more patience."""
         self.patience_seconds = 0.0
+        self.traces.hurry()
 
     @property
     def drains(self) -> bool:

@@ -87,7 +87,7 @@ class Generation:
         try:
             self.launched = launch.spawn(spec, environment)
         except OSError:
-            self.traces.remove()
+            self.traces.abandon()
             raise
         self.ranks = RankReader(Path(spec.run_directory), spec.name, spec.generation)
         self.guard_stops = guard_stops
@@ -228,6 +228,9 @@ class Generation:
             self.progress, self._seen = now, seen
         if self.hurt and self._hurt_monotonic is None:
             self._hurt_monotonic = now
+
+    def note_traces(self) -> None:
+        self.traces.note([process.pid for process in self.known])
 
     def _size(self, reading: WorkerReading) -> None:
         """The headroom's numbers of all ranks; said once they have all told theirs."""

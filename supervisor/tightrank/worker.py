@@ -239,8 +239,10 @@ class Worker:
         self._enter(Phase.STARTING, now)
 
     def _admit(self, decision: Decision, now: float) -> None:
-        if self.run is not None and self.phase is Phase.STARTING:
+        assert self.run is not None
+        if self.phase is Phase.STARTING:
             self.run.turns.forget_steps()
+        self.run.note_traces()             # all its processes are there now; from here on we look seldom
         self._enter(Phase.UP, now)
 
     def _drain(self, decision: Decision, now: float) -> None:
@@ -259,7 +261,7 @@ class Worker:
         if decision.diagnosis is not None and decision.diagnosis.cause in stacks.WANTED and self.run.reading is not None:
             self._dump = stacks.Dump(Path(spec.run_directory), self.run.reading.ranks, now)
             patience = stacks.ALL_SECONDS
-        self.run.traces.note([process.pid for process in self.run.known])
+        self.run.note_traces()
         self._ending = act.Ending(self.run.launched.main, spec.listens(), now, patience, on_request, self.run.traces)
         self._gone = self._ended = False
         self._enter(Phase.STOPPING, now)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
+import zlib
 from pathlib import Path
 
 try:
@@ -39,6 +40,11 @@ def die_with(parent):
         os._exit(1)
 
 
+def system_v_bytes(prefix):
+    """Of the System V segments, which have no name: who looks for them knows them by their size."""
+    return 4096 * (1 + zlib.crc32(prefix.encode()) % 4096)
+
+
 def litter(prefix):
     """Makes and holds what real engines leave behind when they are killed."""
     segment = os.open(f"/dev/shm/{prefix}{os.urandom(4).hex()}", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -47,7 +53,7 @@ def litter(prefix):
     held[:4096] = b"\1" * 4096
     os.close(segment)
     LIBC.shmat.restype = ctypes.c_void_p
-    LIBC.shmat(LIBC.shmget(0, 65536, 0o1600), None, 0)  # IPC_PRIVATE, IPC_CREAT
+    LIBC.shmat(LIBC.shmget(0, system_v_bytes(prefix), 0o1600), None, 0)  # IPC_PRIVATE, IPC_CREAT
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"{tempfile.gettempdir()}/{uuid.uuid4()}")
     return held, listening, tempfile.mkstemp()

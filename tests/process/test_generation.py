@@ -92,8 +92,7 @@ def test_what_it_printed_last_is_read_before_the_cause_stands(spec: WorkerSpec, 
     worker.step_ending(ProcessTable.read(), 2.0)
     assert not worker.view(2.0).ended
     worker.read_pipes()
-    worker.step_ending(ProcessTable.read(), 2.1)
-    assert worker.view(2.1).ended
+    wait_until(lambda: worker.step_ending(ProcessTable.read(), 2.1) or worker.view(2.1).ended, 20)
     assert worker.diagnosis is not None and worker.diagnosis.cause == "context-exceeds-kv-pool"
     worker.apply(Decision(ActionKind.FAIL, "w", 1, "failed", worker.diagnosis), 2.2)
 

@@ -12,6 +12,7 @@ import getpass
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -51,10 +52,11 @@ class _Record:
     segments: dict[str, int] = field(default_factory=dict)      # name in /dev/shm -> inode
     pids: set[int] = field(default_factory=set)
 
-    def remove(self) -> tuple[str, list[str]]:
-        """(what went, in words, or ""; names of what is still held)."""
-        gone, kept = shared.remove(self.segments, self.since_ns)
-        sysv = shared.remove_sysv(self.pids, self.since_ns)
+    def remove(self, run: Path, pause: shared.Pause) -> tuple[str, list[str]]:
+        """(what went, in words, or ""; names of what is still held). `run`: the generation's run directory, where each of its
+        processes has left its pid: also one that came and went between two looks."""
+        gone, kept = shared.remove(self.segments, self.since_ns, pause)
+        sysv = shared.remove_sysv(self.pids | _said_hello(run), self.since_ns)
         files = _remove_tree(self.temporary) if self.temporary else 0
         parts = [f"{len(gone)} of shared memory ({sum(gone.values()) >> 20} MiB: {', '.join(list(gone)[:5])})" if gone else "",
                  f"{sysv} System V segments" if sysv else "", f"{files} temporary files" if files else ""]
@@ -64,7 +66,7 @@ class _Record:
 class Traces:
     """One generation's traces, from before its start to after its end. `say` takes sentences for the journal.
 
-    Called from the daemon's main thread. The removal has a thread: a large segment takes the kernel seconds to free.
+    Called from the daemon's main thread. The removal has a thread: it waits, and a large segment takes the kernel seconds.
     """
 
     def __init__(self, spec: WorkerSpec, environment: Mapping[str, str], rules: Rules, say: Callable[[str], None]) -> None:
@@ -77,12 +79,14 @@ class Traces:
         self._looked = float("-inf")
         self._stamp = -1
         self._began: float | None = None     # the end: when the tree was found gone
-        self._removal = threading.Thread(target=self.remove, name="hygiene", daemon=True)
+        self._removal = threading.Thread(target=self._remove, name="hygiene", daemon=True)
+        self._hurry = threading.Event()
         self._sentences: list[str] = []
         self._missing = ""
 
     def open(self, spec: WorkerSpec, environment: Mapping[str, str]) -> WorkerSpec:
         """`spec` with the temporary directory, as it is to be started. Raises OSError."""
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._write()
         if not self._record.temporary or not self._made():
             return spec
@@ -138,9 +142,16 @@ class Traces:
                          "see who holds it (nvidia-smi); hygiene.tolerance is what may be missing, hygiene.limit the time",
                          cause.restart_helps)
 
-    def remove(self) -> None:
-        """All that is left, now."""
-        gone, kept = self._record.remove()
+    def hurry(self) -> None:
+        """No more waiting: what may still be of use to somebody is left to the next supervisor."""
+        self._hurry.set()
+
+    def abandon(self) -> None:
+        """No engine was started."""
+        self._removal.start()
+
+    def _remove(self) -> None:
+        gone, kept = self._record.remove(Path(str(self._path).removesuffix(SUFFIX)), self._hurry.wait)
         self._sentences += _words("it", gone, kept)
         available = _available()
         less = self._available - available if available >= 0 else 0
@@ -148,7 +159,8 @@ class Traces:
             self._sentences.append(f"host memory: {less >> 20} MiB less are available than before the start")
         if self._rules.drop_weights:
             _forget_pages(self._model)
-        self._path.unlink(missing_ok=True)
+        if not self._hurry.is_set():
+            self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         record = self._record
@@ -160,12 +172,17 @@ def sweep(run: Path) -> Iterator[str]:
     """Removes what generations have left whose supervisor died with them, after their processes were ended. Sentences."""
     for path in sorted(run.glob(f"*{SUFFIX}")):
         try:
-            gone, kept = _read(path).remove()
+            gone, kept = _read(path).remove(Path(str(path).removesuffix(SUFFIX)), threading.Event().wait)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             yield f"{path}: not readable ({error}): what its generation left is not known"
             gone, kept = "", []
         yield from _words(path.name.removesuffix(SUFFIX), gone, kept)
         path.unlink(missing_ok=True)
+
+
+def _said_hello(run: Path) -> set[int]:
+    names = (re.fullmatch(r"hello-(\d+)\.json", path.name) for path in run.glob("hello-*"))
+    return {int(name[1]) for name in names if name}
 
 
 def _words(who: str, gone: str, kept: Sequence[str]) -> list[str]:

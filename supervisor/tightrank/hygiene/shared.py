@@ -1,10 +1,13 @@
 """Shared memory that outlives its processes: whose it is, whether anybody holds it, and its end.
 
-A file of /dev/shm is a generation's when one of its processes was seen to map it, or when it came in its life, is of our
-user and has a name that engines and their libraries give (what was made in the last moment before a SIGKILL was seen by
-nobody). It goes only when no process holds it, of this container or of another that shares /dev/shm: the kernel tells,
-since it grants a write lease on a file that nobody else has open or mapped, and on no other. Engines that were killed leave
-psm_*, sem.mp-* and sglang_loads_* (SGLang, vLLM), sgl_shm_mq_* and vllm_dist_* (their CPU backends), nccl-* and torch_*.
+A file of /dev/shm is a generation's when one of its processes was seen to map it. It goes only when no process holds it,
+of this container or of another that shares /dev/shm: the kernel tells, since it grants a write lease on a file that nobody
+else has open or mapped, and on no other.
+
+What was made in the last moment before a SIGKILL was seen by nobody. So a file goes too that came in the generation's life,
+is of our user, has a name that engines and their libraries give, and is held by nobody for some seconds: SGLang hands pictures
+from one process to another in segments that neither holds on the way. Engines that were killed leave psm_*, sem.mp-* and
+sglang_loads_* (SGLang, vLLM), sgl_shm_mq_* and vllm_dist_* (their CPU backends), nccl-* and torch_*.
 """
 from __future__ import annotations
 
@@ -14,12 +17,16 @@ import fcntl
 import os
 import re
 import signal
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from stat import S_ISREG
 
 SHM = Path("/dev/shm")       # noqa: S108 - where the kernel and the C library put it
 SYSV = Path("/proc/sysvipc/shm")
+Pause = Callable[[float], bool]      # waits for so many seconds; True at once when there is no time for that
+_AGAIN_SECONDS = 0.1
+ORPHAN_SECONDS = 10.0        # a scheduler in a long prefill takes what it was handed this late
 _ENGINES = re.compile(r"psm_[0-9a-f]{8}|sem\.mp-\w{8}|sglang_loads_.+|sgl_shm_.+|vllm_.+|torch_\d+_.+|nccl-.+")
 _MAPPED = re.compile(rb" /dev/shm/(.+?)(?: \(deleted\))?$", re.MULTILINE)
 _IPC_RMID = 0
@@ -40,28 +47,53 @@ def mapped(pids: Collection[int]) -> dict[str, int]:
     return {name: stat.st_ino for name in found if (stat := _stat(SHM / name)) is not None}
 
 
-def remove(segments: Mapping[str, int], since_ns: int) -> tuple[dict[str, int], list[str]]:
-    """Removes a generation's files. ({name: bytes} of what went, names of what others hold)."""
-    gone, kept = {}, []
-    for name, stat in _ours(segments, since_ns):
-        try:
-            if free(SHM / name):
-                os.unlink(SHM / name)
-                gone[name] = stat.st_blocks * 512
-                continue
-        except OSError:                 # gone already, or not ours to remove
-            pass
-        if _stat(SHM / name) is not None:
-            kept.append(name)
-    return gone, kept
+def remove(segments: Mapping[str, int], since_ns: int, pause: Pause) -> tuple[dict[str, int], list[str]]:
+    """Removes a generation's files. ({name: bytes} of what went, names of what others hold). May take ORPHAN_SECONDS twice."""
+    gone = _remove_seen(segments, since_ns, pause)
+    orphans = {name: stat for name, stat in _of_our_user(since_ns)
+               if segments.get(name) != stat.st_ino and _ENGINES.fullmatch(name) and free(SHM / name)}
+    youngest = max((stat.st_ctime for stat in orphans.values()), default=0.0)
+    age = time.time() - youngest                                # a clock may jump: never longer than the whole time
+    if orphans and not (age < ORPHAN_SECONDS and pause(min(ORPHAN_SECONDS - age, ORPHAN_SECONDS))):
+        gone |= _unlinked(orphans)
+    return gone, list(_seen(segments, since_ns))
 
 
-def _ours(segments: Mapping[str, int], since_ns: int) -> Iterator[tuple[str, os.stat_result]]:
+def _remove_seen(segments: Mapping[str, int], since_ns: int, pause: Pause) -> dict[str, int]:
+    """A killed process with many threads is a zombie before it has let go of its memory, so this is tried for a while."""
+    gone: dict[str, int] = {}
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while left := _seen(segments, since_ns):
+        gone |= _unlinked(left)
+        if gone.keys() >= left.keys() or time.monotonic() > deadline or pause(_AGAIN_SECONDS):
+            break
+    return gone
+
+
+def _seen(segments: Mapping[str, int], since_ns: int) -> dict[str, os.stat_result]:
+    return {name: stat for name, stat in _of_our_user(since_ns) if segments.get(name) == stat.st_ino}
+
+
+def _unlinked(files: Mapping[str, os.stat_result]) -> dict[str, int]:
+    return {name: size for name, stat in files.items() if (size := _unlink(name, stat)) is not None}
+
+
+def _unlink(name: str, before: os.stat_result) -> int | None:
+    """Its bytes; None where it was not removed: it is held, gone, another one by now."""
+    now = _stat(SHM / name)
+    if now is None or (now.st_ino, now.st_ctime_ns) != (before.st_ino, before.st_ctime_ns) or not free(SHM / name):
+        return None
+    try:
+        os.unlink(SHM / name)
+        return now.st_blocks * 512
+    except OSError:
+        return None
+
+
+def _of_our_user(since_ns: int) -> Iterator[tuple[str, os.stat_result]]:
     for name in sorted(_names()):
         stat = _stat(SHM / name)
-        if stat is None or not S_ISREG(stat.st_mode) or stat.st_uid != os.geteuid() or stat.st_ctime_ns < since_ns:
-            continue
-        if segments.get(name) == stat.st_ino or _ENGINES.fullmatch(name):
+        if stat is not None and S_ISREG(stat.st_mode) and stat.st_uid == os.geteuid() and stat.st_ctime_ns >= since_ns:
             yield name, stat
 
 
