@@ -1,9 +1,10 @@
-"""Tokens per second of a real engine on the CPU with the adapter and without, by turns. Used by scripts/bench/adapter.
+"""Tokens per second of a real engine on the CPU with the adapter's hooks and without, by turns. Used by scripts/bench/adapter.
 
-Three servers of one engine run side by side, one of them with all hooks that apply. The same requests go to one after the
-other, in every order by turns, so that a drift hits all alike; each round gives a ratio. Processes that do the same differ by
-a percent or two in where their memory lies (measured here: the third server is a second one without the adapter, and its ratio
-to the first is the noise of the measure), so all are started anew several times.
+One server has all hooks that apply. Between two turns of the same requests they are taken out of its processes or put back
+(toggle/sitecustomize.py), A-B-B-A, so that a drift hits both alike; each pair of turns gives a ratio. Two servers side by
+side tell nothing: two vLLMs without the adapter differed by up to 4 % (six starts: 0.96, 0.97, 1.04, 0.96, 0.99, 0.97).
+Pairs of two turns without the hooks, among the others, show the noise that is left. What each turn was is proved by the
+records that came: none without the hooks.
 """
 import http.client
 import json
@@ -18,21 +19,25 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import permutations
 from pathlib import Path
 from statistics import mean, median
 
 ROOT = Path(__file__).resolve().parents[2]
 INJECT, STUBS = ROOT / "adapter" / "inject", ROOT / "scripts" / "cpu" / "stubs"
+TOGGLE = ROOT / "scripts" / "bench" / "toggle"
 sys.path.insert(0, str(INJECT))
 from tightrank_adapter import pages, wire  # noqa: E402
 
 CACHE = Path(os.environ.get("TIGHTRANK_CACHE")
              or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightrank")
 READY_SECONDS, CLIENTS, PROMPT, ANSWER = 240, 4, 1500, 48
+# The tiny model's two layers take 4 ms for a step, less than any model that is served for money; with these a decode step
+# takes as long as that of a large one on a fast device.
+OVERRIDE = json.dumps({"num_hidden_layers": 12})
 LINE = {"budget": 1 << 40, "minimum": 64, "maximum": 512, "granule": 64, "rule": "span", "step": "granule"}   # does not bind
 HOOKS = {"ranks": {}, "line": LINE, "headroom": {"fraction": 0.01, "ranks": 1},
          "empty-cache": {"when": "pressure", "mark_bytes": 0}}
+STEPPING = ("scheduler", "engine-core", "worker")     # the processes whose loops the hooks are in
 ENVIRONMENTS = {"vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
                 "sglang": {"SGLANG_USE_CPU_ENGINE": "1"}}
 
@@ -42,27 +47,27 @@ def command(engine, port):
     if engine == "vllm":
         return [str(programs / "vllm"), "serve", model, "--host", "127.0.0.1", "--port", str(port),
                 "--served-model-name", "tiny", "--max-model-len", "8192", "--max-num-batched-tokens", "512",
-                "--enable-chunked-prefill", "--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching"]
+                "--enable-chunked-prefill", "--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching",
+                "--load-format", "dummy", "--hf-overrides", OVERRIDE]
     return [str(programs / "python"), "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1",
             "--port", str(port), "--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "32768",
-            "--max-running-requests", "8", "--chunked-prefill-size", "512", "--sleep-on-idle", "--disable-radix-cache"]
+            "--max-running-requests", "8", "--chunked-prefill-size", "512", "--sleep-on-idle", "--disable-radix-cache",
+            "--load-format", "dummy", "--json-model-override-args", OVERRIDE]
 
 
 class Server:
-    """One engine, with the adapter or without."""
+    """One engine with the adapter, whose hooks can be taken out and put back."""
 
-    def __init__(self, engine, directory, adapted):
-        self.engine, self.directory, self.adapted = engine, Path(directory), adapted
+    def __init__(self, engine, directory):
+        self.engine, self.directory, self.records, self.hooked = engine, Path(directory), 0, True
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
-        path = [str(STUBS)] if engine == "sglang" else []
-        env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", wire.ENV_ADAPTER)}
-        env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **ENVIRONMENTS[engine]}
-        if adapted:
-            self.listen()
-            path.insert(0, str(INJECT))
-            env[wire.ENV_ADAPTER] = str(self.directory)
-        env["PYTHONPATH"] = os.pathsep.join(path)
+        path = [str(INJECT), str(TOGGLE), *([str(STUBS)] if engine == "sglang" else [])]
+        self.toggles = Path(f"{directory}.toggle")
+        self.toggles.mkdir()
+        self.listen()
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **ENVIRONMENTS[engine],
+               "PYTHONPATH": os.pathsep.join(path), wire.ENV_ADAPTER: str(self.directory), "BENCH_TOGGLE": str(self.toggles)}
         with open(str(directory) + ".log", "wb") as log:
             self.process = subprocess.Popen(command(engine, self.port), env=env, stdout=log, stderr=log, start_new_session=True)
 
@@ -72,16 +77,30 @@ class Server:
         wire.write_settings(str(self.directory), wire.Settings("bench", 1, self.engine, HOOKS))
         self.control = pages.ControlWriter(str(self.directory))
         self.control.publish(LINE["budget"])
-        self.records = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         descriptor = os.open(self.directory, os.O_PATH)
-        self.records.bind(wire.socket_address(str(self.directory), descriptor))
+        self.socket.bind(wire.socket_address(str(self.directory), descriptor))
         os.close(descriptor)
         threading.Thread(target=self.drain, daemon=True).start()
 
     def drain(self):
         """As the daemon does: a socket that nobody reads is full after ten records."""
         while True:
-            self.records.recv(65536)
+            self.socket.recv(65536)
+            self.records += 1
+
+    def hook(self, wanted):
+        """Puts the hooks in or takes them out; returns once every process has said so."""
+        if wanted != self.hooked:
+            files = [self.toggles / str(hello.pid) for hello in self.hellos() if hello.role in STEPPING]
+            for path in files:
+                os.kill(int(path.name), signal.SIGUSR2 if wanted else signal.SIGUSR1)
+            deadline = time.monotonic() + 10
+            while {path.read_text() for path in files} != {"on" if wanted else "off"}:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"hooks: wanted {wanted}, found { {path.name: path.read_text() for path in files} }")
+                time.sleep(0.01)
+            self.hooked = wanted
 
     def ask(self, connection, number):
         ids = [(place * 7 + number * 13) % 250 + 3 for place in range(PROMPT)]
@@ -97,8 +116,11 @@ class Server:
         if answer.status != 200:
             raise RuntimeError(f"{path}: {answer.status} {text[:300]!r}")
 
-    def turn(self, requests):
+    def turn(self, requests, hooked=True):
         """Tokens per second, prompts and answers, over `requests` requests of CLIENTS clients."""
+        self.hook(hooked)
+        before = self.records
+
         def client(first):
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
             for number in range(first, requests, CLIENTS):
@@ -108,6 +130,9 @@ class Server:
         with ThreadPoolExecutor(CLIENTS) as pool:
             list(pool.map(client, range(CLIENTS)))
         seconds = time.perf_counter() - started
+        time.sleep(0.05)                     # for the last record
+        if (self.records > before) != hooked:
+            raise RuntimeError(f"hooks {hooked}: {self.records - before} records came")
         return requests * (PROMPT + ANSWER) / seconds
 
     def ready(self):
@@ -122,10 +147,12 @@ class Server:
                 time.sleep(0.3)
         raise RuntimeError(f"{self.engine} did not start: see {self.directory}.log")
 
+    def hellos(self):
+        return [wire.read_json(str(path), wire.Hello) for path in self.directory.glob("hello-*.json")]
+
     def in_force(self):
         """Every hook that some process holds; raises where one is not in force."""
-        hellos = [wire.read_json(str(path), wire.Hello) for path in self.directory.glob("hello-*.json")]
-        states = [(hook, state["state"]) for hello in hellos for hook, state in hello.hooks.items()]
+        states = [(hook, state["state"]) for hello in self.hellos() for hook, state in hello.hooks.items()]
         if {hook for hook, state in states if state == wire.IN_FORCE} != set(HOOKS):
             raise RuntimeError(f"not all hooks are in force: {states}")
 
@@ -137,39 +164,39 @@ class Server:
         self.process.wait()
 
 
-NAMES = ("with", "without", "again")     # the hooks; none; none once more, for the noise
+ROUNDS = ((True, False), (False, True), (False, False))      # with and without, by turns; without and without, for the noise
 
 
 def rounds(engine, turns, requests):
-    """[{name: tokens per second}], of `turns` rounds over three freshly started servers."""
+    """{"adapter": [with / without], "noise": [without / without], "with": [...], "without": [...]} of one started server."""
     folder = tempfile.mkdtemp(prefix="tightrank-bench-")
-    servers = {name: Server(engine, f"{folder}/{name}", name == "with") for name in NAMES}
+    server = Server(engine, f"{folder}/run")
+    found = {"adapter": [], "noise": [], "with": [], "without": []}
     try:
-        for server in servers.values():
-            server.ready()
-            server.turn(2 * CLIENTS)
-        servers["with"].in_force()
-        orders = list(permutations(NAMES))
-        return [{name: servers[name].turn(requests) for name in orders[number % len(orders)]} for number in range(turns)]
+        server.ready()
+        server.turn(2 * CLIENTS)
+        server.in_force()
+        for number in range(turns):
+            kinds = ROUNDS[number % len(ROUNDS)]
+            first, second = (server.turn(requests, hooked) for hooked in kinds)
+            for hooked, rate in zip(kinds, (first, second), strict=True):
+                found["with" if hooked else "without"].append(rate)
+            found["adapter" if any(kinds) else "noise"].append(second / first if kinds[1] else first / second)
+        return found
     finally:
-        for server in servers.values():
-            server.stop()
+        server.stop()
         shutil.rmtree(folder)
 
 
-def ratio(runs, of):
-    """The mean over the starts of the median over the rounds of of(round), and its 95 % interval: bootstrap over both."""
-    ratios = [[of(rates) for rates in run] for run in runs]
+def ratio(runs):
+    """The mean over the starts of the median of each, and its 95 % interval: bootstrap over starts and rounds."""
     rng = random.Random(1)
-    drawn = sorted(mean(median(rng.choices(run, k=len(run))) for run in rng.choices(ratios, k=len(ratios)))
-                   for _ in range(4000))
-    return {"ratio": mean(median(run) for run in ratios), "low": drawn[100], "high": drawn[-101],
-            "starts": [median(run) for run in ratios]}
+    drawn = sorted(mean(median(rng.choices(run, k=len(run))) for run in rng.choices(runs, k=len(runs))) for _ in range(4000))
+    return {"ratio": mean(map(median, runs)), "low": drawn[100], "high": drawn[-101], "starts": list(map(median, runs))}
 
 
 def compare(engine, starts, turns, requests):
     """Medians in tokens per second; the ratio of the hooks to none; the ratio of none to none."""
     runs = [rounds(engine, turns, requests) for _ in range(starts)]
-    return {**{name: median(rates[name] for run in runs for rates in run) for name in NAMES},
-            "adapter": ratio(runs, lambda rates: 2 * rates["with"] / (rates["without"] + rates["again"])),
-            "noise": ratio(runs, lambda rates: rates["again"] / rates["without"])}
+    return {**{name: median(rate for run in runs for rate in run[name]) for name in ("with", "without")},
+            **{name: ratio([run[name] for run in runs]) for name in ("adapter", "noise")}}

@@ -140,9 +140,9 @@ def test_running_requests_that_join_a_mixed_batch_count(monkeypatch: pytest.Monk
 
 
 def test_a_prompt_whose_last_page_has_no_room_waits_rather_than_leave_a_sliver(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(monkeypatch, held(1_500_000, 16, mixed=True), page=16)
+    engine = Engine(monkeypatch, held(1_500_000, 8, mixed=True), page=8)
     running = [SimpleNamespace(seqlen=10)] * 12
-    assert engine.step([Request(990), Request(20)], running) == [[0, 990]], "20 tokens are left, and one page of 16"
+    assert engine.step([Request(1000), Request(20)], running) == [[0, 1000]], "12 tokens are left, and one page of 8"
 
 
 def test_nothing_is_steered_without_the_line_or_without_chunking(monkeypatch: pytest.MonkeyPatch) -> None:

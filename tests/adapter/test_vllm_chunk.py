@@ -54,8 +54,9 @@ def test_a_chunk_is_the_schedules_or_the_rest_of_the_prompt(rule: Rules, batch: 
     ((150_000, 128, 8128), 0, 500, 500, 0),          # left out: the step has rows already
     ((1_500_000, 768, 1792), 0, 256, 5000, 0),       # (768 + 128) x 1792 > B
     ((1_500_000, 300, 1792), 0, 70, 70, 70),         # a short prompt beside it
-    ((1_500_000, 300, 1792), 0, 70, 5000, 0),        # the engine's own limit leaves a sliver: not in this step
-    ((1_500_000, 0, 0), 0, 70, 5000, 64),            # the same with an empty step
+    ((1_500_000, 300, 1792), 0, 70, 5000, 70),       # what the engine's own limit leaves
+    ((1_500_000, 300, 1792), 0, 15, 5000, 0),        # it leaves a sliver: not in this step
+    ((1_500_000, 0, 0), 0, 15, 5000, 15),            # the same with an empty step
     ((1_500_000, 0, 0), 0, 40, 5000, 40),
 ])
 def test_table(batch: Batch, prefix: int, offered: int, remaining: int, expected: int) -> None:

@@ -130,6 +130,7 @@ class Fault(NamedTuple):
 
 
 _KINDS = {"step": Step, "fault": Fault}
+_compact = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one for each record
 
 
 def start_time(pid: int) -> int:
@@ -238,7 +239,7 @@ def write_hello(directory: str, hello: Hello) -> None:
 def encode(record: Any) -> bytes:
     """A `Step` or `Fault` as one datagram."""
     kind = "step" if type(record) is Step else "fault"
-    return json.dumps([SCHEMA, kind, *record], separators=(",", ":")).encode()
+    return _compact([SCHEMA, kind, *record]).encode()
 
 
 def decode(datagram: bytes) -> Any:
