@@ -76,7 +76,7 @@ class Breaker:
         """Stands for all that decides how `spec` starts. One way: no secret can be read from it."""
         decides = [spec.engine, spec.role, spec.argv, sorted({**self._environment, **spec.env}.items()), spec.host, spec.port,
                    sorted((hook, sorted(values.items())) for hook, values in spec.hooks.items()), self._facts,
-                   listing(Path(spec.model), "*"), listing(INJECT, "**/*.py"), __version__]
+                   _named(spec.argv), listing(Path(spec.model), "*"), listing(INJECT, "**/*.py"), __version__]
         return hashlib.sha256(json.dumps(decides, default=str).encode()).hexdigest()
 
     def standing(self, worker: str, key: str) -> Standing:
@@ -119,9 +119,17 @@ def facts(host: HostFacts, release: str | None) -> tuple[str, ...]:
     return (*map(str, sizes), *host.devices, f"release {release}")
 
 
+def _named(argv: Sequence[str]) -> list[tuple[str, int, int]]:
+    """The files that the command line names: a chat template that was mended is another one."""
+    return [found for word in argv if word.startswith("/") for found in _files(Path(word).parent, Path(word).name)]
+
+
 def listing(directory: Path, pattern: str) -> list[tuple[str, int, int]]:
     """(path, bytes, time of the last change) of the files there: a model that was fetched again is another model."""
-    return sorted(_files(directory, pattern))
+    try:
+        return sorted(_files(directory, pattern))
+    except OSError as error:                     # a share that is gone: another key, and no fault of a tick
+        return [(str(directory), -1, error.errno or 0)]
 
 
 def _files(directory: Path, pattern: str) -> Iterable[tuple[str, int, int]]:

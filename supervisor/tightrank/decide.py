@@ -253,7 +253,9 @@ def _became_ready(case: _Case) -> Decision | None:
 def _tree_ended(case: _Case) -> Decision | None:
     view = case.view
     if view.end_trouble is not None:
-        return _after_failure(case, view.end_trouble)
+        known = view.diagnosis     # what no restart can fix must not be hidden by what is tried again
+        fatal = known is not None and not known.restart_helps and view.end_trouble.restart_helps
+        return _after_failure(case, known if known is not None and fatal else view.end_trouble)
     if not view.ended:
         return None
     if view.diagnosis is not None and not (Request.STOP in view.requests and view.diagnosis.restart_helps):

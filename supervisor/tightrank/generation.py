@@ -46,6 +46,7 @@ _STEPS = list(StartStep)
 # What engines print again and again while nothing moves: no sign of progress.
 _WAITS = re.compile(r"No available shared memory broadcast block|[Ww]aiting for ")
 TAIL_LINES = 40
+WIDTH_SECONDS = 10.0               # a prefill step is seldom longer
 BUDGET_SECONDS = 1.0               # between two requests with the same budget; a rank says it with its next look
 OOM_SECONDS = 20.0                 # an engine may wait for a killed process of its own before it ends
 MEMORY_SECONDS = 60.0              # how far back the lowest available memory is of interest when an engine dies
@@ -106,6 +107,7 @@ class Generation:
         self.over_line_steps = 0
         self.longest_step_seconds: float | None = None       # of the prefill steps
         self.prefill_width = 0             # keys of the last one
+        self._prefill_monotonic = now
         self.budget = spec.line.budget if spec.line else None    # of the line, as we last told it
         self.shed: Shed | None = None
         self.aborts, self.abort_why = 0, ""
@@ -116,6 +118,7 @@ class Generation:
         self._hurt_monotonic: float | None = None
         self._oom_kills: int | None = None
         self._oom_monotonic: float | None = None             # of the last one in this generation's life
+        self._devices: set[str] = set()    # of its ranks, as the kernel's log names them
         self._pids: set[int] = {self.launched.main.pid}      # of its tree, ever: the kernel's log names them
         self._available: deque[tuple[float, int]] = deque()  # (monotonic, bytes) of the last minute
         self._guard_lowest: int | None = None
@@ -167,7 +170,7 @@ class Generation:
             self.turns.learn(step.milliseconds / 1000, wire.step_cost(step.rows, step.width))
         if steps:
             self.longest_step_seconds = max(self.longest_step_seconds or 0.0, *(step.milliseconds / 1000 for step in steps))
-            self.prefill_width = steps[-1].width
+            self.prefill_width, self._prefill_monotonic = steps[-1].width, time.monotonic()
         return steps
 
     def _take_fault(self, pid: int, hook: str, where: str, error: str) -> None:
@@ -179,8 +182,15 @@ class Generation:
             self._say("cause", f"adapter-fault: hook {hook} raised in {where} (pid {pid}): {error}", {"cause": "adapter-fault"})
 
     def hear_kernel(self, lines: Sequence[Line]) -> None:
-        """Those that name a process of this tree, or none: what becomes of other people's is nobody's business here."""
-        self.lines.extend(line for line in lines if not (named := kernel.pids(line.text)) or named & self._pids)
+        """Those that name a process of this tree or, without a process, a device of its ranks or none: what becomes of other
+        people's is nobody's business here."""
+        self.lines.extend(line for line in lines if self._is_ours(line.text))
+
+    def _is_ours(self, text: str) -> bool:
+        if named := kernel.pids(text):
+            return bool(named & self._pids)
+        device = kernel.device(text)
+        return device is None or device in self._devices
 
     def remember_memory(self, available: int | None, guard_lowest: int | None, now: float) -> None:
         """`guard_lowest`: the lowest that the guard has ever seen; it looks far more often than we do."""
@@ -192,6 +202,7 @@ class Generation:
             self._available.append((now, min(known)))
         while self._available and now - self._available[0][0] > MEMORY_SECONDS:
             self._available.popleft()
+
     @property
     def engine_version(self) -> str | None:
         """As its ranks say it."""
@@ -216,7 +227,8 @@ class Generation:
             self._meet(rank)
         self.known = {self.launched.main, *self._hellos, *(process.id for process in reading.processes)}
         self._pids |= {process.pid for process in self.known}
-        self.traces.look([process.id.pid for process in reading.processes],
+        self._devices |= {device for rank in reading.ranks if (device := kernel.device(f"PCI:{rank.device}")) is not None}
+        self.traces.look([process.id.pid for process in reading.processes if process.state != "D"],
                          [rank.device for rank in reading.ranks if rank.device is not None], now)
         if "headroom" in self.spec.hooks:
             self._size(reading)
@@ -229,8 +241,14 @@ class Generation:
         if self.hurt and self._hurt_monotonic is None:
             self._hurt_monotonic = now
 
+    def width_now(self, now: float) -> int:
+        """Keys of the prefill under way, as far as the steps tell; 0 when there was none lately."""
+        return self.prefill_width if now - self._prefill_monotonic < WIDTH_SECONDS else 0
+
     def note_traces(self) -> None:
-        self.traces.note([process.pid for process in self.known])
+        """Of all but those in state D: to read their maps may wait for a lock that they hold in a driver."""
+        stuck = {process.id for process in self.reading.processes if process.state == "D"} if self.reading else set()
+        self.traces.note([process.pid for process in self.known - stuck])
 
     def _size(self, reading: WorkerReading) -> None:
         """The headroom's numbers of all ranks; said once they have all told theirs."""

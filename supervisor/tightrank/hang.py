@@ -103,6 +103,7 @@ class Turns:
     working: bool = False                  # something is in flight or stopped: look often
     _looked: float | None = None
     _loops: dict[ProcessId, int] = field(default_factory=dict)
+    _had: dict[ProcessId, int] = field(default_factory=dict)     # in flight at the last look
     _still: dict[ProcessId, float] = field(default_factory=dict)
     _cpu: dict[ProcessId, float] = field(default_factory=dict)
     _quiet: float = 0.0
@@ -139,10 +140,12 @@ class Turns:
     def _watch(self, rank: RankReading, watched: float) -> None:
         """While it is stopped -1 stands for its loops: that counts from when it was first seen, and not as a step."""
         before, still = self._loops.get(rank.id), self._still.get(rank.id, 0.0)
-        loops = -1 if rank.state == "T" else rank.loops
+        loops, had = -1 if rank.state == "T" else rank.loops, self._had.get(rank.id, 0)
+        self._had[rank.id] = rank.in_flight
         self._loops[rank.id], self._still[rank.id] = loops, still + watched if loops == before else 0.0
-        if rank.in_flight and loops != before and -1 not in (loops, before) and still > SUSPECT_SECONDS:
+        if had and rank.in_flight and loops != before and -1 not in (loops, before) and still > SUSPECT_SECONDS:
             self._steps.append((still, rank.step_cost))      # whatever it was (a read from a remote cache), it ended well
+
     def _stall(self, rank: RankReading, reading: WorkerReading) -> Stall:
         still = self._still[rank.id]
         longest, expected = self._expected(max(each.step_cost for each in reading.ranks))

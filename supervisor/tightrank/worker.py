@@ -143,7 +143,7 @@ class Worker:
             end_trouble=self._ending.trouble(now) if self._ending else None, diagnosis=self.diagnosis,
             failures_in_row=self._failures, next_start_monotonic=self.next_start, requests=requests,
             restart_wanted=self._restart_wanted, line=spec.line, budget=run.budget if run else None,
-            shed=run.shed if run else None, prefill_width=run.prefill_width if run else 0,
+            shed=run.shed if run else None, prefill_width=run.width_now(now) if run else 0,
             stall=run.turns.stall if run else None)
 
     def watched(self) -> Watched:
@@ -207,7 +207,7 @@ class Worker:
             self._stacks = self._dump.sentence
             self._say("cause", self._stacks, {"cause": self.diagnosis.cause if self.diagnosis else None})
             self._dump = None
-            self._ending.hurry()
+            self._ending.patience_seconds = 0.0      # it was for the stacks; hygiene takes the time that it needs
         gone = self._ending.step(now, table, tuple(self.run.known))
         # One tick more than needed: what it printed last may still be in the pipe, and may say why it ended.
         self._gone, self._ended = gone, gone and self._gone
@@ -267,9 +267,9 @@ class Worker:
         self._enter(Phase.STOPPING, now)
 
     def _back_off(self, decision: Decision, now: float) -> None:
-        self._close()
         if decision.diagnosis is not None and decision.diagnosis != self.diagnosis:
             self._blame(decision.diagnosis)
+        self._close()
         self.next_start = now + decision.delay_seconds
         self._enter(Phase.BACKING_OFF, now)
 

@@ -1,6 +1,7 @@
 """What is kept of a worker's failures, and for whom it counts."""
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -148,3 +149,12 @@ def test_a_full_disk_is_said_and_memory_goes_on(make: Callable[..., Breaker], to
 def test_each_cause_has_its_exit_code() -> None:
     codes = [CAUSES[each.cause].exit_code for each in (SIZING, TAKEN, STUCK, CRASH)]
     assert codes == [EXIT_CONFIG, EXIT_UNAVAILABLE, EXIT_UNAVAILABLE, EXIT_TEMPORARY]
+
+
+def test_a_share_that_is_gone_is_another_key_and_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stale(self: Path, pattern: str) -> list[Path]:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    assert breaker.listing(tmp_path, "*") == []
+    monkeypatch.setattr(Path, "glob", stale)
+    assert breaker.listing(tmp_path, "*") == [(str(tmp_path), -1, errno.ESTALE)]

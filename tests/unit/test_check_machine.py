@@ -109,7 +109,7 @@ def test_the_room_of_a_pids_cgroup_and_the_names_of_daemons(tmp_path: Path) -> N
 
 
 def test_nothing_is_left() -> None:
-    assert [item.status for item in leftovers.items(LeftoverFacts((), (), (), ()))] == ["pass"] * 3
+    assert [item.status for item in leftovers.items(LeftoverFacts((), 0, (), (), ()))] == ["pass"] * 3
 
 
 def test_leftovers_that_cannot_be_looked_at_are_unknown() -> None:
@@ -118,7 +118,7 @@ def test_leftovers_that_cannot_be_looked_at_are_unknown() -> None:
 
 def test_what_is_left_is_named() -> None:
     orphan = Process(ProcessId(9, 1), 1, 9, "VLLM::EngineCore", "S", 2 * GIB, 1.0)
-    found = list(leftovers.items(LeftoverFacts((5, 6), (orphan,), (("psm_1", 3 * MIB), ("psm_2", 0)), ((8001, 9, "VLLM"),))))
+    found = list(leftovers.items(LeftoverFacts((5, 6), 0, (orphan,), (("psm_1", 3 * MIB), ("psm_2", 0)), ((8001, 9, "VLLM"),))))
     assert [item.status for item in found] == ["warn"] * 4
     said = " | ".join(item.text for item in found)
     for words in ("pid 5, 6", "pid 9 (VLLM::EngineCore, 2.00 GiB)", "2 segments that nobody here has open, 3 MiB",
@@ -205,3 +205,11 @@ def test_health_checks_of_a_compose_file_beside_the_configuration(tmp_path: Path
     (tmp_path / "compose.yaml").write_text(text)
     config = replace(make_config(), places={"engine": f"{tmp_path}/tightrank.yaml:1"})
     assert [check.command for check in settings.read(config)] == commands
+
+
+@pytest.mark.parametrize(("facts", "cause", "status"), [
+    (LeftoverFacts((5,), 0), "device-memory-taken", "warn"), (LeftoverFacts((), 1), "host-memory-too-small", "warn"),
+    (LeftoverFacts((), 0), "device-memory-taken", "fail"), (LeftoverFacts((5,), 1), "tensor-parallel-invalid", "fail")])
+def test_what_an_earlier_run_of_ours_holds_refuses_no_start(facts: LeftoverFacts, cause: str, status: str) -> None:
+    """The daemon ends it before the first start; refused, it would stay for ever."""
+    assert leftovers.softened(facts, Item("fail", "memory", "9 GiB are taken", "end it", cause)).status == status

@@ -87,12 +87,7 @@ def test_weights_of_a_rank(facts: ModelFacts, args: tuple[str, ...], tensor: int
     ("vllm", (), {}, 1, DENSE, (0, "")),
     ("vllm", ("--kv-cache-memory-bytes", "lots"), {}, 1, DENSE, (0, "--kv-cache-memory-bytes")),
     ("sglang", (), {"VLLM_CPU_KVCACHE_SPACE": "60"}, 1, DENSE, (0, "")),
-    ("sglang", ("--max-total-tokens", "1000"), {}, 1, DENSE, (1000 * 2 * 2 * 2 * 64 * 2, "--max-total-tokens")),
-    ("sglang", ("--max-total-tokens", "1000"), {}, 4, DENSE, (1000 * 2 * 2 * 1 * 64 * 2, "--max-total-tokens")),
-    ("sglang", ("--max-total-tokens", "1000", "--kv-cache-dtype", "fp8_e5m2"), {}, 8, MLA,
-     (1000 * 61 * 576, "--max-total-tokens")),
-    ("sglang", ("--max-total-tokens", "1000"), {}, 1, {**DENSE, "sliding_window": 128}, (0, "--max-total-tokens")),
-    ("sglang", ("--max-total-tokens", "1000"), {}, 1, {}, (0, "--max-total-tokens"))])
+    ("sglang", ("--max-total-tokens", "1000"), {}, 1, DENSE, (0, ""))])       # an upper bound
 def test_kv_of_a_rank(engine: str, args: tuple[str, ...], env: dict[str, str], tensor: int, model: dict[str, Any],
                       wanted: tuple[int, str]) -> None:
     need = memory.need(weights(), make_spec(args, engine=engine, env=env, tensor_parallel=tensor), {}, model, cpu=True)

@@ -107,6 +107,7 @@ STARTING = view(Phase.STARTING, healthy_since_monotonic=NOW - 5)
     (view(Phase.STOPPING, ended=True, diagnosis=CRASH, failures_in_row=4), {}, ActionKind.FAIL, "rank-died"),
     (view(Phase.STOPPING, end_trouble=SIZING), {}, ActionKind.FAIL, "kv-pool-too-small"),
     (view(Phase.STOPPING, end_trouble=CRASH, failures_in_row=1), {}, ActionKind.BACK_OFF, "rank-died"),
+    (view(Phase.STOPPING, end_trouble=CRASH, diagnosis=SIZING, failures_in_row=1), {}, ActionKind.FAIL, "kv-pool-too-small"),
     (view(Phase.BACKING_OFF, next_start_monotonic=NOW + 1), {}, None, None),
     (view(Phase.BACKING_OFF, next_start_monotonic=NOW), {}, ActionKind.START, None),
     (view(Phase.BACKING_OFF, failures_in_row=3), {}, ActionKind.BACK_OFF, None),                   # of an earlier supervisor

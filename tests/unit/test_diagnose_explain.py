@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tightrank.cli import main
 from tightrank.diagnose.log import explain
 from tightrank.diagnose.peel import peel
+from tightrank.diagnose.text import without_secrets
 from tightrank.errors import ConfigError
 
 CONTEXT = ("(EngineCore pid=2) ERROR 11-30 10:00:30 [core.py:1510] ValueError: To serve at least one request with the model's "
@@ -227,3 +228,11 @@ def test_its_help_teaches_by_example(capsys: pytest.CaptureFixture[str]) -> None
         main(["explain", "--help"])
     out = capsys.readouterr().out
     assert "docker compose logs" in out and "--exit 137" in out
+
+
+@pytest.mark.parametrize(("said", "shown"), [
+    ("proxy http://bob:hunter2@proxy:3128 refused", "proxy http://***@proxy:3128 refused"),
+    ("token hf_abcdefghijklmnopqrstuvwxyz is invalid", "token *** is invalid"),
+    ("git@github.com:a/b and https://host/a@b:c", "git@github.com:a/b and https://host/a@b:c")])
+def test_what_is_a_secret_in_itself_is_never_shown(said: str, shown: str) -> None:
+    assert without_secrets(said) == shown

@@ -196,3 +196,11 @@ def test_the_driver_s_own_shortage_is_evidence_and_no_cause() -> None:
     assert diagnose("vllm", lines, ExitInfo(-9, False)).cause == "engine-exited"
     found = diagnose("vllm", lines, ExitInfo(-9, False, lowest_available_bytes=1 << 20))
     assert found.cause == "killed-by-oom" and found.evidence == (text,)
+
+
+@pytest.mark.parametrize(("text", "device"), [
+    ("NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, x", "0000:3b:00"),
+    ("NVRM: Xid (PCI:00000000:3B:00): 79", "0000:3b:00"), ("amdgpu 0000:0b:00.0: amdgpu: GPU reset(1) failed", "0000:0b:00"),
+    ("PCI:0000:65:00.0", "0000:65:00"), ("oom-kill:constraint=CONSTRAINT_NONE,task=python3,pid=42", None)])
+def test_the_device_that_a_line_is_about(text: str, device: str | None) -> None:
+    assert kernel.device(text) == device

@@ -93,6 +93,16 @@ def test_a_loop_that_turns_and_one_without_work_are_no_stall() -> None:
     assert idle.run(600) is None and not idle.turns.working
 
 
+def test_a_pause_without_work_is_not_learned_as_a_step() -> None:
+    """vLLM's core stands still for the whole night; with that for a step no hang would ever be found again."""
+    film = Film(replace(SCHEDULER, in_flight=0))
+    film.run(600)
+    film.ranks[0] = replace(film.ranks[0], in_flight=1, loops=film.ranks[0].loops + 1)      # the first request of the morning
+    film.show()
+    found = film.run(5)
+    assert found is not None and found.longest_seconds is None
+
+
 def test_a_loop_that_stands_still_is_timed_and_forgotten_when_it_turns() -> None:
     film = Film(SCHEDULER)
     found = film.run(5)

@@ -153,7 +153,7 @@ def test_what_is_handed_from_one_process_to_another_is_not_taken_on_the_way(shm:
         taken.append(segment(shm / "psm_00000001", held=True))
         return False
 
-    assert shared.remove({}, 0, pause)[0] == {"psm_00000002": 8192}
+    assert shared.remove({}, 0, pause, True)[0] == {"psm_00000002": 8192}
     assert (shm / "psm_00000001").exists() and taken[0] is not None
 
 
@@ -246,7 +246,7 @@ def test_a_table_of_another_form_names_nothing(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "shm").rmdir()
     (tmp_path / "table").write_text(rows)
     monkeypatch.setattr(shared, "SYSV", tmp_path / "table")
-    assert shared.remove_sysv({1}, 0) == 0 and shared.remove({}, 0, lambda _: False) == ({}, [])
+    assert shared.remove_sysv({1}, 0) == 0 and shared.remove({}, 0, lambda _: False, True) == ({}, [])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "\0", '{"temporary": "/etc", "since_ns": 0, "segments": {}, "pids": []}'])

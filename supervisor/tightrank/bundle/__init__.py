@@ -121,8 +121,14 @@ class Writer:
                 return
             self._waiting.append(job)
             if self._thread is None:       # it ends when nothing waits: a stack of its own for a failure a month is too much
-                self._thread = threading.Thread(target=self._run, name="bundles", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="bundles", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:      # the limit of threads: the next failure may find one
+                    self._waiting.pop()
+                    self._done.append(Done(job.worker, job.generation, job.name, str(error)))
+                else:
+                    self._thread = thread
 
     def take(self) -> list[Done]:
         """What was done since the last call."""

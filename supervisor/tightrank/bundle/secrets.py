@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tightrank.plan import is_secret
 
 _KEY_CHARACTERS = 4          # of a key that somebody gave as one; a shorter one would mask half of what there is to read
 _ENV_CHARACTERS = 6          # of a variable whose name sounds like one
+_OF_URL = re.compile(r"://([^/@\s:]+:[^/@\s]+)@")     # HTTPS_PROXY=http://user:password@proxy
 _NO_SECRETS = ("enabled", "disabled", "default", "required")
 
 
@@ -22,6 +24,7 @@ def known(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
         yield from (text for text in _hidden(args) if len(text) >= _KEY_CHARACTERS)
     for variables in (environment, *(worker.env for worker in config.workers)):
         yield from (text for name, text in variables.items() if is_secret(name) and _may_be_secret(text))
+        yield from (found[1] for text in variables.values() for found in _OF_URL.finditer(text))
 
 
 def _read(path: str) -> str:

@@ -99,8 +99,8 @@ def items(facts: Facts) -> Iterator[Item]:
     """Pure. In the order in which one would look: files, program, arguments, memory, machine."""
     yield from _needs(facts.problems)
     yield from _of_workers(facts)
-    yield from _memory(facts)
-    yield from machine.items(facts.machine, facts.config, [worker.spec for worker in facts.workers], _unified(facts))
+    of_machine = machine.items(facts.machine, facts.config, [worker.spec for worker in facts.workers], _unified(facts))
+    yield from (leftovers.softened(facts.leftovers, item) for item in (*_memory(facts), *of_machine))
     yield from leftovers.items(facts.leftovers)
     yield from settings.health_items(facts.health_checks)
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tightrank.check.item import Item, failed, passed, unknown, warned
+from tightrank.check.parallel import OVERRIDES
 from tightrank.check.program import ProgramFacts
 from tightrank.check.source import parse
-from tightrank.config.flags import value
+from tightrank.config.flags import has, value
 from tightrank.engines.base import sections
 from tightrank.records import WorkerSpec
 
@@ -106,6 +107,8 @@ def items(facts: ArchitectureFacts, model: Mapping[str, Any], spec: WorkerSpec) 
 def _not_registered(facts: ArchitectureFacts, model: Mapping[str, Any], spec: WorkerSpec, wanted: str) -> Item:
     """Precision first: it fails only where nothing else could bring the model in."""
     item, sentence = "architecture", f"{wanted} is none of {len(facts.registry)} that {facts.engine} knows"
+    if has(spec.argv, *OVERRIDES):
+        return unknown(item, f"{sentence}; the command line overrides config.json")
     if model.get("auto_map") or value(spec.argv, "--model-impl") not in (None, "auto"):
         return unknown(item, f"{sentence}; the model brings code of its own or asks for another implementation")
     if facts.in_transformers:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightrank.check.item import Item, failed, passed, unknown
+from tightrank.check.item import Item, failed, passed, unknown, warned
 from tightrank.config.flags import FLAGS, has, value
 from tightrank.records import WorkerSpec
 
@@ -116,6 +116,8 @@ def items(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str, str], 
 def _data_type(spec: WorkerSpec, capability: tuple[int, int]) -> Item:
     item, shown = "data type", f"compute capability {capability[0]}.{capability[1]}"
     asked = value(spec.argv, "--dtype")
+    if asked in ("bfloat16", "bf16") and capability < _BFLOAT16 and spec.engine == "sglang":
+        return warned(item, f"--dtype {asked} on {shown}: SGLang takes float16 there", "use --dtype half to say so")
     if asked in ("bfloat16", "bf16") and capability < _BFLOAT16:
         return failed(item, "dtype-unsupported", f"--dtype {asked} needs compute capability 8.0, and the device has "
                       f"{capability[0]}.{capability[1]}", "use --dtype half")

@@ -12,6 +12,8 @@ import psutil
 from tightrank import plan
 from tightrank.check.item import Item, passed, unknown, warned
 from tightrank.check.machine import SHM
+from tightrank.errors import CAUSES
+from tightrank.hygiene import SUFFIX
 from tightrank.readers.process import Process, ProcessTable, marked
 from tightrank.records import WorkerSpec
 
@@ -26,6 +28,7 @@ _INITS = ("systemd", "init", "tini", "docker-init", "dumb-init", "catatonit", "s
 class LeftoverFacts:
     """None: could not be looked at. `segments`: (name, bytes) of /dev/shm that nobody has open."""
     marked: tuple[int, ...] | None = None
+    traces: int = 0                    # generations of ours that ended with their supervisor: what they left goes first
     orphans: tuple[Process, ...] | None = None
     segments: tuple[tuple[str, int], ...] | None = None
     holders: tuple[tuple[int, int, str], ...] | None = None       # (port, pid, name) of those that we want
@@ -34,7 +37,22 @@ class LeftoverFacts:
 def read(state: Path, specs: Sequence[WorkerSpec]) -> LeftoverFacts:
     """One look. Never raises."""
     ports = {port for spec in specs for _, port in spec.listens()}
-    return LeftoverFacts(_marked(state), _orphans(), _segments(), _holders(ports))
+    return LeftoverFacts(_marked(state), _traces(state), _orphans(), _segments(), _holders(ports))
+
+
+def softened(facts: LeftoverFacts, item: Item) -> Item:
+    """What an earlier run of ours still holds is ended and removed before the first start: it must not refuse that start."""
+    ours = bool(facts.marked) or facts.traces > 0
+    if item.cause is None or not ours or CAUSES[item.cause].lasts != "moment":
+        return item
+    return warned(item.item, item.sentence, "what an earlier run of this deployment left is ended first")
+
+
+def _traces(state: Path) -> int:
+    try:
+        return sum(1 for _ in (state / "run").glob(f"*{SUFFIX}"))
+    except OSError:
+        return 0
 
 
 def _marked(state: Path) -> tuple[int, ...] | None:

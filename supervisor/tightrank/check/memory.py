@@ -19,7 +19,6 @@ from tightrank.check.model import ModelFacts, reads_safetensors
 from tightrank.check.parallel import shape
 from tightrank.config import Config
 from tightrank.config.flags import has, value
-from tightrank.engines.base import sections
 from tightrank.records import MemoryReading, WorkerSpec
 
 _GIB = 2**30
@@ -29,7 +28,6 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _FLOATS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 _ASKED_BITS = {"float32": 32, "float": 32, "half": 16, "float16": 16, "bfloat16": 16}
 # Layers that keep less than every token's KV: then a token's bytes cannot be told from the shape alone.
-_KEEPS_LESS = ("layer_types", "sliding_window", "compress_ratios", "layers_block_type", "hybrid_override_pattern")
 _LEAST_UTILIZATION = 0.9               # vLLM's default was 0.9 and is 0.92 (config/cache.py)
 
 
@@ -91,23 +89,7 @@ def _kv_bytes(spec: WorkerSpec, space: str | None, model: Mapping[str, Any]) -> 
         return _number(text, 1), "--kv-cache-memory-bytes"
     if space_bytes := _number(space, _GIB):
         return space_bytes, "VLLM_CPU_KVCACHE_SPACE"
-    if (text := value(spec.argv, "--max-total-tokens")) is not None:
-        return _number(text, 1) * _token_bytes(spec, model), "--max-total-tokens"
-    return 0, ""
-
-
-def _token_bytes(spec: WorkerSpec, model: Mapping[str, Any]) -> int:
-    """Of KV on each rank; 0: it cannot be told."""
-    found, text = shape(model), sections(model)
-    if found.layers is None or any(text.get(name) for name in _KEEPS_LESS):
-        return 0
-    element = 1 if "8" in (value(spec.argv, "--kv-cache-dtype") or "") else 2
-    layers = found.layers // spec.pipeline_parallel
-    if found.latent is not None:
-        return layers * found.latent * element
-    if found.kv_heads is None or found.head_dimension is None:
-        return 0
-    return 2 * layers * max(1, found.kv_heads // spec.tensor_parallel) * found.head_dimension * element
+    return 0, ""     # SGLang takes --max-total-tokens for an upper bound (0.5.23 kv_cache_configurator.py)
 
 
 def _number(text: str | None, unit: int) -> int:
@@ -162,6 +144,10 @@ def _less(workers: Sequence[tuple[WorkerSpec, Need]], over: int, ranks: int) -> 
 # --- memory of devices ------------------------------------------------------------------------------------------------
 
 
+# Weights that are not on the device, by rules of their own.
+_OFFLOADS = ("--kt-weight-path", "--kt-num-gpu-experts", "--offload-group-size", "--offload-num-in-group", "--offload-backend")
+
+
 def device_items(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str, str], found: Need) -> Iterator[Item]:
     """Against the devices that have memory of their own. The best case counts: the freest of those that it may use."""
     item = f"memory of {spec.name}'s devices"
@@ -177,6 +163,8 @@ def device_items(facts: DeviceFacts, spec: WorkerSpec, environment: Mapping[str,
 def _device(item: str, spec: WorkerSpec, found: Need, tightest: Device) -> Item | None:
     """A failure, when what is certain does not fit."""
     assert tightest.free_bytes is not None and tightest.total_bytes is not None
+    if has(spec.argv, *_OFFLOADS):
+        return None
     taken = found.weights_bytes + found.kv_bytes - _number(value(spec.argv, "--cpu-offload-gb"), _GIB)
     if taken <= tightest.free_bytes:
         return None

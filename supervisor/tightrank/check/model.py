@@ -31,6 +31,7 @@ class ModelFacts:
     tensors: tuple[Tensor, ...] = ()
     broken: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    lost: str = ""                     # what the index names and no file has: tied weights are written so, and left out
     why: str = ""                      # nothing is known, and why
 
     @property
@@ -50,9 +51,9 @@ def read(directory: Path) -> ModelFacts:
     missing = tuple(name for name in names if files.get(name, -1) < 0) or _gaps(names)
     tensors = [tensor for name in names if name not in missing for tensor in _tensors(directory / name, broken)]
     known = {tensor.name for tensor in tensors}
-    if not missing and not broken and (lost := [name for name in index if name not in known]):
-        broken.append(f"{INDEX} names {len(lost)} tensors that no file has ({lost[0]})")
-    return ModelFacts(str(directory), files, tuple(tensors), tuple(broken), missing)
+    names_lost = [] if missing or broken else [name for name in index if name not in known]
+    lost = f"{INDEX} names {len(names_lost)} tensors that no file has ({names_lost[0]})" if names_lost else ""
+    return ModelFacts(str(directory), files, tuple(tensors), tuple(broken), missing, lost)
 
 
 def _size(path: str) -> int:
@@ -125,6 +126,8 @@ def _weights(facts: ModelFacts, spec: WorkerSpec, surely: bool) -> Item:
     if facts.broken:
         more = f" ({len(facts.broken)} such files)" if len(facts.broken) > 1 else ""
         return failed(item, "model-unreadable", f"{facts.directory}: {facts.broken[0]}{more}", again)
+    if facts.lost:
+        return warned(item, f"{facts.directory}: {facts.lost}", f"unless the engine ties them to others: {again}")
     if facts.tensors:
         return passed(item, f"{len(facts.tensors)} tensors, {facts.total_bytes / 2**30:.2f} GiB, all files are whole")
     return _no_safetensors(facts, surely, again)

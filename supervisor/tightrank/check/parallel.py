@@ -10,6 +10,8 @@ from tightrank.config.flags import has
 from tightrank.engines.base import sections
 from tightrank.records import WorkerSpec
 
+OVERRIDES = ("--hf-overrides", "--json-model-override-args", "--hf-config-path")     # config.json is not all that counts
+
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -75,6 +77,8 @@ def _heads(found: Shape, spec: WorkerSpec, on_cpu: bool) -> Item:
     valid = ", ".join(map(str, sizes(found)))
     if fits(found, size):
         return passed(item, f"tensor_parallel {size} divides {heads} (valid: {valid})")
+    if has(spec.argv, *OVERRIDES):
+        return unknown(item, f"tensor_parallel {size} and {heads} of config.json, which the command line overrides")
     if has(spec.argv, "--attn-dp-size", "--attn-cp-size", "--attention-context-parallel-size"):
         return unknown(item, f"tensor_parallel {size} and {heads}: attention is divided by rules of its own here")
     if spec.engine == "sglang" and on_cpu:       # configs/update_config.py, adjust_config_with_unaligned_cpu_tp

@@ -59,7 +59,9 @@ def _make(config: Config, state: Path, output: str | None) -> Path:
     """Raises OSError."""
     if output is None:
         bundle.folder(state).mkdir(mode=0o700, exist_ok=True)
-    path = Path(output) if output is not None else bundle.folder(state) / bundle.name_of(time.time(), "asked")
+    path = Path(output) if output is not None else bundle.folder(state)
+    if output is None or path.is_dir():
+        path = path / bundle.name_of(time.time(), "asked")
     made = parts.of_state(state, config, _specs(config), _status(config))
     bundle.write(path, made, secrets.scrubber(secrets.known(config, os.environ)))
     if output is None:

@@ -11,12 +11,14 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")      # a log may hold wh
 _NAME = r"(?:api[_-]?key|[_-]token|secret|password)(?![a-z])"
 _VALUE = r"""(?:\[[^\]]*\]?|[^\s,'")\]]+)"""      # a word, or a list of them
 _SECRET = re.compile(rf"""(?i)(--?[\w-]*{_NAME}\s+|{_NAME}['"]?\s*[=:]\s*['"]?|\bbearer\s+){_VALUE}""")
+# What is a secret whatever stands before it: the user of a URL, a token of the model hub.
+_IN_ITSELF = re.compile(r"(?<=://)[^/@\s:]{1,200}:[^/@\s]{1,200}(?=@)|\bhf_[A-Za-z0-9]{20,200}\b")
 _UNKNOWN_ARGUMENTS = re.compile(r"(?<=unrecognized arguments: ).*")
 
 
 def without_secrets(text: str) -> str:
     """A line of output to show: what follows a name like `api_key` or `--hf-token` is masked (SGLang prints them)."""
-    return _SECRET.sub(r"\1***", text)
+    return _IN_ITSELF.sub("***", _SECRET.sub(r"\1***", text))
 
 
 def plain(text: str) -> str:

@@ -55,7 +55,8 @@ class _Record:
     def remove(self, run: Path, pause: shared.Pause) -> tuple[str, list[str]]:
         """(what went, in words, or ""; names of what is still held). `run`: the generation's run directory, where each of its
         processes has left its pid: also one that came and went between two looks."""
-        gone, kept = shared.remove(self.segments, self.since_ns, pause)
+        others = [path for path in run.parent.glob(f"*{SUFFIX}") if path.name != run.name + SUFFIX]
+        gone, kept = shared.remove(self.segments, self.since_ns, pause, not others)
         sysv = shared.remove_sysv(self.pids | _said_hello(run), self.since_ns)
         files = _remove_tree(self.temporary) if self.temporary else 0
         parts = [f"{len(gone)} of shared memory ({sum(gone.values()) >> 20} MiB: {', '.join(list(gone)[:5])})" if gone else "",
@@ -131,7 +132,7 @@ class Traces:
             self._say(sentence)
         self._sentences = []
         self._missing = self._devices.missing(self._used, self._record.pids)
-        return not self._missing
+        return not self._missing or self._hurry.is_set()
 
     def trouble(self, now: float) -> Diagnosis | None:
         """What is not as before although the tree is gone for the limit."""

@@ -27,7 +27,8 @@ SYSV = Path("/proc/sysvipc/shm")
 Pause = Callable[[float], bool]      # waits for so many seconds; True at once when there is no time for that
 _AGAIN_SECONDS = 0.1
 ORPHAN_SECONDS = 10.0        # a scheduler in a long prefill takes what it was handed this late
-_ENGINES = re.compile(r"psm_[0-9a-f]{8}|sem\.mp-\w{8}|sglang_loads_.+|sgl_shm_.+|vllm_.+|torch_\d+_.+|nccl-.+")
+_ENGINES = re.compile(r"psm_[0-9a-f]{8}|sem\.mp-\w{8}|sglang_loads_.+|sgl_shm_mq_.+|vllm_dist_.+|"
+                      r"vllm_(?:offload|ec)_.+\.mmap|torch_\d+_.+|nccl-.+")
 _MAPPED = re.compile(rb" /dev/shm/(.+?)(?: \(deleted\))?$", re.MULTILINE)
 _IPC_RMID = 0
 
@@ -47,10 +48,13 @@ def mapped(pids: Collection[int]) -> dict[str, int]:
     return {name: stat.st_ino for name in found if (stat := _stat(SHM / name)) is not None}
 
 
-def remove(segments: Mapping[str, int], since_ns: int, pause: Pause) -> tuple[dict[str, int], list[str]]:
-    """Removes a generation's files. ({name: bytes} of what went, names of what others hold). May take ORPHAN_SECONDS twice."""
+def remove(segments: Mapping[str, int], since_ns: int, pause: Pause, alone: bool) -> tuple[dict[str, int], list[str]]:
+    """Removes a generation's files. ({name: bytes} of what went, names of what others hold). May take ORPHAN_SECONDS twice.
+
+    `alone`: no other generation of this deployment lives, whose files may lie about for a moment with nobody holding them.
+    """
     gone = _remove_seen(segments, since_ns, pause)
-    orphans = {name: stat for name, stat in _of_our_user(since_ns)
+    orphans = {} if not alone else {name: stat for name, stat in _of_our_user(since_ns)
                if segments.get(name) != stat.st_ino and _ENGINES.fullmatch(name) and free(SHM / name)}
     youngest = max((stat.st_ctime for stat in orphans.values()), default=0.0)
     age = time.time() - youngest                                # a clock may jump: never longer than the whole time

@@ -34,14 +34,20 @@ class Prober:
         """Asks for its health, or (`healthy`: it was told already) sends the canary."""
         future: Future[ProbeResult] = Future()
         future.add_done_callback(lambda _: self._wake())
-        threading.Thread(target=lambda: future.set_result(probe(spec, healthy)), name="probe", daemon=True).start()
+        try:
+            threading.Thread(target=lambda: future.set_result(probe(spec, healthy)), name="probe", daemon=True).start()
+        except RuntimeError as error:        # no thread may be made now; the next probe may find one
+            future.set_result(ProbeResult(time.monotonic(), False, False, str(error)))
         return future
 
     def send(self, call: Probe) -> Future[str]:
         """One request; what refused it, or ""."""
         future: Future[str] = Future()
         future.add_done_callback(lambda _: self._wake())
-        threading.Thread(target=lambda: future.set_result(_refusal(call, ORDER_SECONDS)), name="order", daemon=True).start()
+        try:
+            threading.Thread(target=lambda: future.set_result(_refusal(call, ORDER_SECONDS)), name="order", daemon=True).start()
+        except RuntimeError as error:
+            future.set_result(str(error))
         return future
 
 

@@ -18,12 +18,19 @@ _HOST_PIDS = "pid:[4026531836]"    # PROC_PID_INIT_INO: the namespace that the k
 _WANTED = re.compile(r"oom-kill:|out of memory: Killed process|NVRM: .*(?:Xid|NV_ERR_NO_MEMORY|fallen off the bus)|"
                      r"amdgpu .*(?:page fault|Process .* pid \d|ring \S+ timeout|GPU reset|uncorrectable)|"
                      r"\]:? (?:segfault|general protection fault|trap invalid opcode)", re.IGNORECASE)
+_DEVICE = re.compile(r"(?:PCI:|amdgpu )([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2})", re.IGNORECASE)
 _PIDS = re.compile(r"(?:\bpid[= ]|Killed process |\w\[(?=\d+\]))(\d+)")
 
 
 def pids(text: str) -> frozenset[int]:
     """The processes that a line names."""
     return frozenset(map(int, _PIDS.findall(text)))
+
+
+def device(text: str) -> str | None:
+    """The PCI address of the device that a line is about, "0000:3b:00"; None: of none, or it does not tell."""
+    found = _DEVICE.search(text)
+    return f"{int(found[1], 16):04x}:{found[2].lower()}" if found else None
 
 
 class KernelLog:
