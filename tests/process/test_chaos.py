@@ -47,7 +47,7 @@ def test_it_finds_what_is_left(life: Any) -> None:
     (life.directory / "state").mkdir()
     (life.directory / "state" / "journal.jsonl").write_text('{"sequence": 1}\n')
     assert list(life.leftovers([])) == []
-    segment = Path("/dev/shm") / f"sgl_shm_{life.directory.name}_0"
+    segment = Path("/dev/shm") / f"sgl_shm_mq_{life.directory.name}_0"
     segment.write_bytes(b"1")
     (life.directory / "tmp" / "x").write_text("")
     (life.directory / "state" / "journal.jsonl").write_text('{"sequence": 1}\n{"torn')

@@ -69,7 +69,7 @@ def test_the_python_of_a_command_line(tmp_path: Path) -> None:
     python = sys.executable
     vllm = script(tmp_path / "bin" / "vllm", f"#!{python}")
     long = script(tmp_path / "long" / "vllm", f"#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''")
-    other = script(tmp_path / "other" / "vllm", "#!/bin/sh\nexec something")
+    other = script(tmp_path / "other" / "vllm", f"#!/bin/sh\nexec {python} wrapper.py")
     gone = script(tmp_path / "gone" / "vllm", "#!/nowhere/bin/python3")
     table = [((vllm, "serve", "m"), python), (("vllm", "serve", "m"), python), ((long, "serve", "m"), python),
              ((other, "serve", "m"), None), ((gone, "serve", "m"), None), (("no-such/vllm", "serve", "m"), None),

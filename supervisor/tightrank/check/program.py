@@ -63,13 +63,15 @@ def interpreter(argv: Sequence[str], path: str) -> str | None:
 
 
 def _shebang(program: Path) -> str | None:
-    """pip writes the interpreter into the first line, or into the second where it is too long for a kernel."""
+    """pip writes the interpreter into the first line, or into the second (`'''exec' "/long/python" "$0" "$@"`) where it is
+    too long for a kernel. What a shell script of the user's own runs is not looked for."""
     try:
         with open(program, "rb") as file:
             head = file.read(4096).decode(errors="replace").splitlines()
     except OSError:
         return None
-    words = [word.strip("'\"") for line in head[:2] for word in line.removeprefix("#!").split()]
+    told = [line for line in head[:2] if line.startswith(("#!", "'''exec' "))]
+    words = [word.strip("'\"") for line in told for word in line.removeprefix("#!").split()]
     found = next((word for word in words if _PYTHON.fullmatch(PurePath(word).name)), None)
     return found if found is not None and os.access(found, os.X_OK) else None
 
