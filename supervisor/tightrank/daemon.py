@@ -13,8 +13,10 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +48,7 @@ LOOK_SECONDS = 0.5                           # at the guard's page while it is c
 COALESCE_SECONDS = 0.02                      # what comes together is read together
 FAULTS_IN_A_ROW = 20                         # ticks that raise, then the daemon ends and the guard starts it again
 DESCRIPTORS = 1 << 16                        # as many as we may have: HTTP clients must not take those that readings need
+ORPHANED_SECONDS = 2.0                       # without a guard we end soon: what needs longer is left to the next supervisor
 ROUNDS = 50                           # x COALESCE_SECONDS: what forks while it is ended is met again
 SHOWN_SECONDS = 2.0                          # a reason can be read for this long before `on_failed: exit` ends it
 _ENDED = (Phase.STOPPED, Phase.FAILED)
@@ -252,7 +255,8 @@ class Daemon:
             for process in left:
                 act.send(process.id, signal.SIGKILL)
             time.sleep(COALESCE_SECONDS)
-        self._sweep()
+        end = time.monotonic() + ORPHANED_SECONDS
+        self._sweep(lambda seconds: time.monotonic() + seconds > end or threading.Event().wait(seconds))
         self._say("daemon", "the guard is gone: all engines were ended")
 
     def _exit_code(self) -> int:
@@ -277,10 +281,10 @@ class Daemon:
             if not left:
                 break
             time.sleep(COALESCE_SECONDS)
-        self._sweep()
+        self._sweep(threading.Event().wait)
 
-    def _sweep(self) -> None:
-        for sentence in hygiene.sweep(self.state / "run"):
+    def _sweep(self, pause: Callable[[float], bool]) -> None:
+        for sentence in hygiene.sweep(self.state / "run", pause):
             self._say("hygiene", sentence)
 
     # --- small things -------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_prompts_in_flight_together_stay_under_the_line(steered: RawEngine, prov
     assert all(step.rows * step.width <= BUDGET and not step.over for step in steps)
     assert any(len(step.chunks) > 1 for step in steps)
     ends = set(lengths)
-    slivers = [chunk for chunk in chunks(steps) if chunk[1] < 128 and sum(chunk) not in ends]
+    slivers = [chunk for chunk in chunks(steps) if chunk[1] < line.SLIVER_TOKENS and sum(chunk) not in ends]
     assert slivers == []
     proves("vllm", steered.hello("engine-core").engine_version, "line", by="server")
 

@@ -140,7 +140,7 @@ def test_in_a_hurry_what_may_be_of_use_is_left_to_the_next_supervisor(opened: Op
     traces.hurry()
     assert ended(traces) and len(list(shm.iterdir())) == 1
     monkeypatch.setattr(shared, "ORPHAN_SECONDS", 0.0)
-    assert len(list(sweep(tmp_path))) == 1 and list(shm.iterdir()) == []
+    assert len(list(sweep(tmp_path, lambda _: False))) == 1 and list(shm.iterdir()) == []
 
 
 def test_what_is_handed_from_one_process_to_another_is_not_taken_on_the_way(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_a_long_or_closed_tmpdir_stays_the_engines(tmp_path: Path, said: list[st
         own = spec(tmp_path, TMPDIR=base)
         traces = Traces(own, {}, Rules(), said.append)
         assert traces.open(own, {}) == own and ended(traces)
-    assert len(said) == 1 and said[0].startswith("/proc/tightrank-") and list(sweep(tmp_path)) == []
+    assert len(said) == 1 and said[0].startswith("/proc/tightrank-") and list(sweep(tmp_path, lambda _: False)) == []
 
 
 def test_the_next_supervisor_removes_what_is_left(opened: Opened, shm: Path, tmp_path: Path) -> None:
@@ -223,10 +223,10 @@ def test_the_next_supervisor_removes_what_is_left(opened: Opened, shm: Path, tmp
     mine.close()
     segment(shm / "psm_00000001")
     (Path(started.env["TMPDIR"]) / "7c3a").write_text("")
-    assert list(sweep(tmp_path)) == [
+    assert list(sweep(tmp_path, lambda _: False)) == [
         "removed what w-3 left: 2 of shared memory (0 MiB: of_a_library, psm_00000001), 1 temporary files"]
     assert not Path(started.env["TMPDIR"]).exists() and list(shm.iterdir()) == []
-    assert list(sweep(tmp_path)) == []
+    assert list(sweep(tmp_path, lambda _: False)) == []
 
 
 def test_the_creator_of_a_system_v_segment_is_known_by_its_hello(opened: Opened, tmp_path: Path, said: list[str],
@@ -253,9 +253,9 @@ def test_a_table_of_another_form_names_nothing(tmp_path: Path, monkeypatch: pyte
 def test_a_torn_file_is_said_and_removes_nothing(tmp_path: Path, shm: Path, text: str) -> None:
     (tmp_path / "w-3.traces.json").write_text(text)
     segment(shm / "psm_00000001")
-    said = list(sweep(tmp_path))
+    said = list(sweep(tmp_path, lambda _: False))
     assert len(said) == 1 and "w-3.traces.json: not readable" in said[0] and (shm / "psm_00000001").exists()
-    assert list(sweep(tmp_path)) == []
+    assert list(sweep(tmp_path, lambda _: False)) == []
 
 
 def test_a_disk_that_was_full_from_the_start_is_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

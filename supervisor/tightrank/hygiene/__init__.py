@@ -169,11 +169,11 @@ class Traces:
                                           "segments": record.segments, "pids": sorted(record.pids)})
 
 
-def sweep(run: Path) -> Iterator[str]:
+def sweep(run: Path, pause: shared.Pause) -> Iterator[str]:
     """Removes what generations have left whose supervisor died with them, after their processes were ended. Sentences."""
     for path in sorted(run.glob(f"*{SUFFIX}")):
         try:
-            gone, kept = _read(path).remove(Path(str(path).removesuffix(SUFFIX)), threading.Event().wait)
+            gone, kept = _read(path).remove(Path(str(path).removesuffix(SUFFIX)), pause)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             yield f"{path}: not readable ({error}): what its generation left is not known"
             gone, kept = "", []
