@@ -171,14 +171,21 @@ class Traces:
 
 def sweep(run: Path, pause: shared.Pause) -> Iterator[str]:
     """Removes what generations have left whose supervisor died with them, after their processes were ended. Sentences."""
+    refused: set[bool] = set()
+
+    def asked(seconds: float) -> bool:
+        refused.add(pause(seconds))
+        return True in refused
+
     for path in sorted(run.glob(f"*{SUFFIX}")):
         try:
-            gone, kept = _read(path).remove(Path(str(path).removesuffix(SUFFIX)), pause)
+            gone, kept = _read(path).remove(Path(str(path).removesuffix(SUFFIX)), asked)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             yield f"{path}: not readable ({error}): what its generation left is not known"
             gone, kept = "", []
         yield from _words(path.name.removesuffix(SUFFIX), gone, kept)
-        path.unlink(missing_ok=True)
+        if True not in refused:              # no time: the next supervisor goes on
+            path.unlink(missing_ok=True)
 
 
 def _said_hello(run: Path) -> set[int]:
