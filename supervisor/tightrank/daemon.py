@@ -193,7 +193,8 @@ class Daemon:
             self.stops = 1
 
     def _tell(self) -> None:
-        for event in (*self.told, *(event for worker in self.workers for event in worker.take_events())):
+        told, self.told = self.told, []      # once: the end of `run` tells what is left
+        for event in (*told, *(event for worker in self.workers for event in worker.take_events())):
             self._write(event)
 
     def _wait(self) -> None:
