@@ -1,11 +1,16 @@
 """Tokens per second of a real engine on the CPU with the adapter's hooks and without, by turns. Used by scripts/bench/adapter.
 
-One server has all hooks that apply. Between two turns of the same requests they are taken out of its processes or put back
-(toggle/sitecustomize.py), A-B-B-A, so that a drift hits both alike; each pair of turns gives a ratio. Two servers side by
-side tell nothing: two vLLMs without the adapter differed by up to 4 % (six starts: 0.96, 0.97, 1.04, 0.96, 0.99, 0.97).
-Pairs of two turns without the hooks, among the others, show the noise that is left. What each turn was is proved by the
-records that came: none without the hooks.
+One server has all hooks that apply. They are there in some windows of time and not in the others (toggle/sitecustomize.py),
+A-B-B-A, so that a drift hits both alike. Two servers side by side tell nothing: two vLLMs without the adapter differed by up
+to 4 % (six starts: 0.96, 0.97, 1.04, 0.96, 0.99, 0.97). Nor do long turns: on two virtual cores one step differs from the next
+by 10 %, and a turn of 2 s from the next by as much, so windows are short and many. All steps of a kind are alike: a prompt of
+one whole chunk, which is a step with a record; and four streams that decode.
+
+A pair of neighbours with and without gives a ratio of speeds, a pair of the same kind the noise. `mix`: a batch of BATCH
+prompts of PROMPT tokens with answers of ANSWER, by the times of both kinds of steps.
 """
+import bisect
+import contextlib
 import http.client
 import json
 import os
@@ -19,8 +24,10 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import SourceFileLoader
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 ROOT = Path(__file__).resolve().parents[2]
 INJECT, STUBS = ROOT / "adapter" / "inject", ROOT / "scripts" / "cpu" / "stubs"
@@ -28,16 +35,20 @@ TOGGLE = ROOT / "scripts" / "bench" / "toggle"
 sys.path.insert(0, str(INJECT))
 from tightrank_adapter import pages, wire  # noqa: E402
 
+toggle = SourceFileLoader("toggle", str(TOGGLE / "sitecustomize.py")).load_module()
+WINDOW_NS = toggle.WINDOW_NS
+
 CACHE = Path(os.environ.get("TIGHTRANK_CACHE")
              or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightrank")
-READY_SECONDS, CLIENTS, PROMPT, ANSWER = 240, 4, 1500, 48
+READY_SECONDS = 240
+BATCH, PROMPT, ANSWER, CHUNK = 4, 1500, 48, 512
+STREAM_TOKENS = 400
 # The tiny model's two layers take 4 ms for a step, less than any model that is served for money; with these a decode step
 # takes as long as that of a large one on a fast device.
-OVERRIDE = json.dumps({"num_hidden_layers": 12})
+OVERRIDE = json.dumps({"num_hidden_layers": 24})
 LINE = {"budget": 1 << 40, "minimum": 64, "maximum": 512, "granule": 64, "rule": "span", "step": "granule"}   # does not bind
 HOOKS = {"ranks": {}, "line": LINE, "headroom": {"fraction": 0.01, "ranks": 1},
          "empty-cache": {"when": "pressure", "mark_bytes": 0}}
-STEPPING = ("scheduler", "engine-core", "worker")     # the processes whose loops the hooks are in
 ENVIRONMENTS = {"vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
                 "sglang": {"SGLANG_USE_CPU_ENGINE": "1"}}
 
@@ -59,15 +70,14 @@ class Server:
     """One engine with the adapter, whose hooks can be taken out and put back."""
 
     def __init__(self, engine, directory):
-        self.engine, self.directory, self.records, self.hooked = engine, Path(directory), 0, True
+        self.engine, self.directory, self.records = engine, Path(directory), []
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         path = [str(INJECT), str(TOGGLE), *([str(STUBS)] if engine == "sglang" else [])]
-        self.toggles = Path(f"{directory}.toggle")
-        self.toggles.mkdir()
         self.listen()
         env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **ENVIRONMENTS[engine],
-               "PYTHONPATH": os.pathsep.join(path), wire.ENV_ADAPTER: str(self.directory), "BENCH_TOGGLE": str(self.toggles)}
+               "PYTHONPATH": os.pathsep.join(path), wire.ENV_ADAPTER: str(self.directory),
+               "BENCH_TOGGLE": str(self.directory) + ".begun"}
         with open(str(directory) + ".log", "wb") as log:
             self.process = subprocess.Popen(command(engine, self.port), env=env, stdout=log, stderr=log, start_new_session=True)
 
@@ -86,54 +96,66 @@ class Server:
     def drain(self):
         """As the daemon does: a socket that nobody reads is full after ten records."""
         while True:
-            self.socket.recv(65536)
-            self.records += 1
+            self.records.append(self.socket.recv(65536))
 
-    def hook(self, wanted):
-        """Puts the hooks in or takes them out; returns once every process has said so."""
-        if wanted != self.hooked:
-            files = [self.toggles / str(hello.pid) for hello in self.hellos() if hello.role in STEPPING]
-            for path in files:
-                os.kill(int(path.name), signal.SIGUSR2 if wanted else signal.SIGUSR1)
-            deadline = time.monotonic() + 10
-            while {path.read_text() for path in files} != {"on" if wanted else "off"}:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"hooks: wanted {wanted}, found { {path.name: path.read_text() for path in files} }")
-                time.sleep(0.01)
-            self.hooked = wanted
+    def kept_to_its_windows(self):
+        """Raises where records tell of a step in a window without hooks, or too few of steps in those with them."""
+        steps = [record for record in map(wire.decode, self.records) if isinstance(record, wire.Step)]
+        wrong = [step for step in steps if not toggle.hooked(step.monotonic_ns - int(step.milliseconds * 1e6))]
+        if len(steps) < 20 or len(wrong) > len(steps) / 20:
+            raise RuntimeError(f"{len(steps)} records, {len(wrong)} of them from windows without hooks")
 
-    def ask(self, connection, number):
-        ids = [(place * 7 + number * 13) % 250 + 3 for place in range(PROMPT)]
+    def ask(self, connection, prompts, tokens, stream=False):
+        """One HTTP request: prompts of one batch arrive together."""
         if self.engine == "vllm":
-            path, body = "/v1/completions", {"model": "tiny", "prompt": ids, "max_tokens": ANSWER, "temperature": 0,
-                                             "ignore_eos": True}
+            path, body = "/v1/completions", {"model": "tiny", "prompt": prompts, "max_tokens": tokens, "temperature": 0,
+                                             "ignore_eos": True, "stream": stream}
         else:
-            path, body = "/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": ANSWER, "temperature": 0,
-                                                                             "ignore_eos": True}}
+            path, body = "/generate", {"input_ids": prompts, "stream": stream, "sampling_params": {
+                "max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}}
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        text = answer.read()
         if answer.status != 200:
-            raise RuntimeError(f"{path}: {answer.status} {text[:300]!r}")
+            raise RuntimeError(f"{path}: {answer.status} {answer.read()[:300]!r}")
+        return answer
 
-    def turn(self, requests, hooked=True):
-        """Tokens per second, prompts and answers, over `requests` requests of CLIENTS clients."""
-        self.hook(hooked)
-        before = self.records
+    def connect(self):
+        return contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=300))
 
-        def client(first):
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
-            for number in range(first, requests, CLIENTS):
-                self.ask(connection, number)
-            connection.close()
-        started = time.perf_counter()
-        with ThreadPoolExecutor(CLIENTS) as pool:
-            list(pool.map(client, range(CLIENTS)))
-        seconds = time.perf_counter() - started
-        time.sleep(0.05)                     # for the last record
-        if (self.records > before) != hooked:
-            raise RuntimeError(f"hooks {hooked}: {self.records - before} records came")
-        return requests * (PROMPT + ANSWER) / seconds
+    def prefills(self, seconds):
+        """[(window, seconds of a step)]: prompts of CHUNK tokens, each a step of its own, and always one that waits."""
+        times, end = [], time.monotonic() + seconds
+
+        def client(number):
+            with self.connect() as connection:
+                while time.monotonic() < end:
+                    self.ask(connection, [prompt(CHUNK, number)], 1).read()
+                    times.append(time.monotonic_ns())
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(client, range(2)))
+        return windows([sorted(times)])
+
+    def decodes(self, seconds):
+        """[(window, seconds of a step)] while BATCH streams decode. A window that a new stream interrupts is left out."""
+        streams = []
+        self.stream(time.monotonic() + seconds, streams)
+        return windows(streams)
+
+    def stream(self, end, streams):
+        """Adds a list of the times at which the first of BATCH answers got a token, for each request until `end`."""
+        with self.connect() as connection:
+            while time.monotonic() < end:
+                streams.append([])
+                answer = self.ask(connection, [prompt(64, each) for each in range(BATCH)], STREAM_TOKENS, stream=True)
+                while line := answer.readline():
+                    if b'"index":0' in line or b'"index": 0' in line:
+                        streams[-1].append(time.monotonic_ns())
+
+    def begin(self):
+        """From here on the hooks come and go."""
+        self.in_force()
+        Path(f"{self.directory}.begun").touch()
+        self.records.clear()
 
     def ready(self):
         deadline = time.monotonic() + READY_SECONDS
@@ -164,39 +186,76 @@ class Server:
         self.process.wait()
 
 
-ROUNDS = ((True, False), (False, True), (False, False))      # with and without, by turns; without and without, for the noise
+def prompt(tokens, number):
+    return [(place * 7 + number * 13) % 250 + 3 for place in range(tokens)]
 
 
-def rounds(engine, turns, requests):
-    """{"adapter": [with / without], "noise": [without / without], "with": [...], "without": [...]} of one started server."""
+def step_seconds(times, begun, ended):
+    """Of the steps between two times; None where there are too few."""
+    first, last = bisect.bisect_left(times, begun), bisect.bisect_right(times, ended)
+    return (times[last - 1] - times[first]) / (last - 1 - first) / 1e9 if last - first > 2 else None
+
+
+def windows(streams):
+    """[(window, seconds of a step)] of lists of times, for all windows that lie in one list."""
+    return [(window, step) for times in streams if times for window in range(times[0] // WINDOW_NS + 1, times[-1] // WINDOW_NS)
+            if (step := step_seconds(times, window * WINDOW_NS, (window + 1) * WINDOW_NS)) is not None]
+
+
+def pairs(steps):
+    """{"adapter": [(seconds with, without)], "noise": [(seconds of two alike)]} of neighbouring windows."""
+    found = {"adapter": [], "noise": []}
+    for (window, one), (following, two) in pairwise(steps):
+        if following == window + 1:
+            first, second = (toggle.hooked(each * WINDOW_NS) for each in (window, following))
+            found["adapter" if first != second else "noise"].append((one, two) if first else (two, one))
+    return found
+
+
+def measured(engine, seconds):
+    """{"prefill": [(window, seconds of a step)], "decode": ...} of one started server."""
     folder = tempfile.mkdtemp(prefix="tightrank-bench-")
     server = Server(engine, f"{folder}/run")
-    found = {"adapter": [], "noise": [], "with": [], "without": []}
     try:
         server.ready()
-        server.turn(2 * CLIENTS)
-        server.in_force()
-        for number in range(turns):
-            kinds = ROUNDS[number % len(ROUNDS)]
-            first, second = (server.turn(requests, hooked) for hooked in kinds)
-            for hooked, rate in zip(kinds, (first, second), strict=True):
-                found["with" if hooked else "without"].append(rate)
-            found["adapter" if any(kinds) else "noise"].append(second / first if kinds[1] else first / second)
+        server.prefills(5)
+        server.decodes(5)
+        server.begin()
+        found = {"prefill": server.prefills(seconds), "decode": server.decodes(seconds)}
+        server.kept_to_its_windows()
         return found
     finally:
         server.stop()
         shutil.rmtree(folder)
 
 
-def ratio(runs):
-    """The mean over the starts of the median of each, and its 95 % interval: bootstrap over starts and rounds."""
+def speed(rows):
+    """With over without: the median over pairs, which a step that the host took away does not move."""
+    return median(without / with_ for with_, without in rows)
+
+
+def mix(prefill, decode):
+    """Tokens per second with over those without, of the whole batch: its steps' times are weighed by how many it takes."""
+    def seconds(column):
+        return BATCH * PROMPT / CHUNK * median(row[column] for row in prefill) + ANSWER * median(row[column] for row in decode)
+    parts = BATCH * PROMPT / CHUNK * median(row[1] for row in prefill), ANSWER * median(row[1] for row in decode)
+    return sum(parts) / (parts[0] / speed(prefill) + parts[1] / speed(decode)), BATCH * (PROMPT + ANSWER) / seconds(1)
+
+
+def interval(draw, *samples):
+    """What `draw` makes of the samples, and its 95 % interval: bootstrap over pairs."""
     rng = random.Random(1)
-    drawn = sorted(mean(median(rng.choices(run, k=len(run))) for run in rng.choices(runs, k=len(runs))) for _ in range(4000))
-    return {"ratio": mean(map(median, runs)), "low": drawn[100], "high": drawn[-101], "starts": list(map(median, runs))}
+    drawn = sorted(draw(*(rng.choices(rows, k=len(rows)) for rows in samples)) for _ in range(2000))
+    return {"ratio": draw(*samples), "low": drawn[50], "high": drawn[-51]}
 
 
-def compare(engine, starts, turns, requests):
-    """Medians in tokens per second; the ratio of the hooks to none; the ratio of none to none."""
-    runs = [rounds(engine, turns, requests) for _ in range(starts)]
-    return {**{name: median(rate for run in runs for rate in run[name]) for name in ("with", "without")},
-            **{name: ratio([run[name] for run in runs]) for name in ("adapter", "noise")}}
+def compare(engine, seconds):
+    """Ratios of the hooks to none, and of none to none, of each kind of step and of the mix; medians of a step in seconds."""
+    found = measured(engine, seconds)
+    rows = {kind: pairs(blocks) for kind, blocks in found.items()}
+    figures = {"tokens_per_second": mix(*(rows[kind]["adapter"] for kind in ("prefill", "decode")))[1]}
+    for which in ("noise", "adapter"):
+        samples = [rows[kind][which] for kind in ("prefill", "decode")]
+        figures[which] = {"pairs": sum(map(len, samples)), "prefill": interval(speed, samples[0]),
+                          "decode": interval(speed, samples[1]), "mix": interval(lambda *drawn: mix(*drawn)[0], *samples)}
+    return figures

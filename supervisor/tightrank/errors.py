@@ -87,7 +87,7 @@ _ALL = (
     Cause("collective-timeout", "Ranks waited for each other until a time limit ended the engine.", True),
     Cause("engine-watchdog", "A step hung or took too long, and the engine's own time limit ended it.", True),
     Cause("pd-transfer-lost", "The KV transfer lost its peer.", True),
-    Cause("disk-full", "A disk that the engine writes to is full.", True),
+    Cause("disk-full", "A disk that the engine or its supervisor writes to is full.", True),
     Cause("open-files-limit", "A process of the engine has reached its limit of open files.", True),
     Cause("process-limit", "No more processes or threads may be made.", True),
     Cause("rank-died", "A rank or role process of the worker ended.", True),

@@ -5,6 +5,7 @@
 """
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,11 @@ from tightrank.watch import Watched
 if TYPE_CHECKING:
     from tightrank_adapter import wire as wire_types
 
+_SPAWN_CAUSES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("disk-full", "`df -h` and `df -i`: the disk of the state directory")),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), ("open-files-limit", "a higher limit: `ulimit -n 65536`, LimitNOFILE= of the "
+                                                   "unit, docker --ulimit nofile=65536:65536")),
+    errno.EAGAIN: ("process-limit", "a higher limit: `ulimit -u`, TasksMax= of the unit, docker --pids-limit")}
 _VAGUE = ("rank-died", "engine-exited", "unknown")     # a later line may name what was behind them
 
 
@@ -345,6 +351,5 @@ def hook_roles(spec: WorkerSpec) -> tuple[tuple[str, str, int], ...]:
 
 
 def _spawn_failed(error: OSError) -> Diagnosis:
-    return Diagnosis("spawn-failed", f"the engine could not be started: {error}", (),
-                     "look at the path, at the limits of open files and processes, and at free disk space",
-                     CAUSES["spawn-failed"].restart_helps)
+    cause, change = _SPAWN_CAUSES.get(error.errno or 0, ("spawn-failed", "look at the path, and at the limits of this user"))
+    return Diagnosis(cause, f"the engine could not be started: {error}", (), change, CAUSES[cause].restart_helps)

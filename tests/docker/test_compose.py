@@ -138,6 +138,7 @@ def test_a_start_that_cannot_work_is_tried_once(stack: Stack) -> None:
     assert sum("daemon started" in event["sentence"] for event in seen) == 3
 
 
+@pytest.mark.full
 def test_the_profile_pd_answers_through_a_real_pair(stack: Stack) -> None:
     stack.compose("rm", "-s", "-f", "worker")
     stack.compose("--profile", "pd", "up", "-d")

@@ -69,6 +69,11 @@ def truncated(model: Path) -> None:
     path.write_bytes(whole[:len(whole) // 2])
 
 
+def without_tokenizer(model: Path) -> None:
+    for path in model.glob("*token*"):
+        path.unlink()
+
+
 def garbage_header(model: Path) -> None:
     path = model / "model.safetensors"
     path.write_bytes(b"\xff" * 4096 + path.read_bytes()[4096:])
@@ -78,6 +83,7 @@ def corrupt_config(model: Path) -> None:
     (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], ')
 
 
+POOL = ("--max-total-tokens", "16384")
 SMALL_SHM = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
 FAILURES = (
     Failure("context", "vllm", "context-exceeds-kv-pool", "--max-model-len", ("--kv-cache-memory-bytes", "800000"),
@@ -91,6 +97,8 @@ FAILURES = (
     Failure("garbage", "vllm", "model-unreadable", "files", spoil=garbage_header),
     Failure("architecture", "vllm", "model-unsupported", "", spoil=configured(architectures=["NoSuchForCausalLM"])),
     Failure("config", "vllm", "model-unreadable", "config.json", spoil=corrupt_config),
+    Failure("no-tokenizer", "vllm", "model-unreadable", "", spoil=without_tokenizer),
+    Failure("quantization", "vllm", "dtype-unsupported", "", ("--quantization", "awq")),
     Failure("dtype", "vllm", "arguments-invalid", "args", ("--dtype", "float17")),
     Failure("flag", "vllm", "arguments-invalid", "args", ("--max-modle-len", "100")),
     Failure("model-length", "vllm", "arguments-invalid", "--max-model-len", ("--max-model-len", "99999999")),
@@ -98,6 +106,22 @@ FAILURES = (
     Failure("port", "vllm", "port-taken", "ss -ltnp", ("--port", "{port}")),
     Failure("shared-memory", "vllm", "shared-memory-full", "/dev/shm", ("--tensor-parallel-size", "2"), shell=SMALL_SHM),
     Failure("fraction", "sglang", "kv-pool-too-small", "--mem-fraction-static", ("--mem-fraction-static", "0.0001")),
+    Failure("tensor-parallel", "sglang", "tensor-parallel-invalid", "", (*POOL, "--tp-size", "3"),
+            {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0"}),
+    Failure("no-weights", "sglang", "model-unreadable", "weights", POOL, spoil=without_weights),
+    Failure("truncated", "sglang", "model-unreadable", "files", POOL, spoil=truncated),
+    Failure("architecture", "sglang", "model-unsupported", "", POOL,
+            spoil=configured(architectures=["NoSuchForCausalLM"])),
+    Failure("config", "sglang", "model-unreadable", "config.json", POOL, spoil=corrupt_config),
+    Failure("no-tokenizer", "sglang", "model-unreadable", "", POOL, spoil=without_tokenizer),
+    Failure("dtype", "sglang", "arguments-invalid", "args", (*POOL, "--dtype", "float17")),
+    Failure("flag", "sglang", "arguments-invalid", "args", (*POOL, "--max-totl-tokens", "100")),
+    Failure("model-length", "sglang", "arguments-invalid", "--context-length", (*POOL, "--context-length", "99999999")),
+    Failure("port", "sglang", "port-taken", "ss -ltnp", (*POOL, "--port", "{port}")),
+    Failure("tiny-pool", "sglang", "kv-pool-too-small", "--max-total-tokens", ("--max-total-tokens", "4")),
+    Failure("host-cache", "sglang", "host-memory-too-small", "--hicache-size",
+            (*POOL, "--enable-hierarchical-cache", "--hicache-size", "900")),
+    Failure("shared-memory", "sglang", "shared-memory-full", "/dev/shm", (*POOL, "--tp-size", "2"), shell=SMALL_SHM),
 )
 
 

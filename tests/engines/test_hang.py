@@ -16,7 +16,7 @@ from unpack import unpack
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-WORK_SECONDS = float(os.environ.get("TIGHTRANK_TEST_WORK_SECONDS", "12"))
+WORK_SECONDS = float(os.environ.get("TIGHTRANK_TEST_WORK_SECONDS", "6"))
 LIMITS = {"hang": "500ms", "restarts": 100}                 # of the floor: a quarter of the usual
 SMALL = {"line": {"budget": 1_100_000, "minimum": 128, "maximum": 128}, "limits": LIMITS}
 

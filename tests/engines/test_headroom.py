@@ -78,6 +78,7 @@ def test_the_tightest_rank_sizes_the_kv_cache_of_both(make: Make, engine: str, p
     proves(engine, worker["engine_version"], "headroom", by="server")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["vllm"])       # SGLang's in test_supervised.py
 def test_balanced_ranks_keep_the_engines_own_number(make: Make, engine: str) -> None:
     worker = make(engine, "0.08").wait_phase("up", timeout=START_SECONDS)

@@ -145,7 +145,7 @@ class Endless:
         return self.last
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 def test_a_role_is_killed_under_load_and_comes_back(pair: RealPair, asked: list[Question], role: str) -> None:
     before = {each: pair.worker(each)["generation"] for each in ROLES}
     with Load(pair, asked) as load:

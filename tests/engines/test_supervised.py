@@ -86,8 +86,10 @@ def held_by_nobody(before: set[str]) -> list[str]:
     return [name for name in set(os.listdir(SHM)) - before if shared.free(SHM / name)]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_every_death_is_seen_and_healed(make: Make, engine: str) -> None:
+@pytest.mark.parametrize(("engine", "roles"), [
+    ("vllm", ("engine-core",)), ("sglang", ("scheduler",)),
+    *(pytest.param(engine, roles, marks=pytest.mark.full) for engine, roles in ROLES.items())])
+def test_every_death_is_seen_and_healed(make: Make, engine: str, roles: tuple[str, ...]) -> None:
     before = set(os.listdir(SHM))
     deployment = make(engine)
     worker = up(deployment, 1)
@@ -95,12 +97,12 @@ def test_every_death_is_seen_and_healed(make: Make, engine: str) -> None:
     tracker = next(process["id"]["pid"] for process in worker["processes"]
                    if b"resource_tracker" in Path(f"/proc/{process['id']['pid']}/cmdline").read_bytes())
     os.kill(tracker, signal.SIGKILL)
-    for generation, role in enumerate(ROLES[engine], 2):
+    for generation, role in enumerate(roles, 2):
         killed_and_back(deployment, role, generation)
     tree, daemon = deployment.tree(), deployment.status()["guard"]["daemon_pid"]
     os.kill(daemon, signal.SIGKILL)
     wait_until(gone([daemon, *tree]), 5, "engine gone after the daemon")
-    generation = len(ROLES[engine]) + 2
+    generation = len(roles) + 2
     up(deployment, generation)
     tree, daemon = deployment.tree(), deployment.status()["guard"]["daemon_pid"]
     assert deployment.process is not None

@@ -77,7 +77,7 @@ def test_a_start_that_fails_is_a_failure_like_others(spec: WorkerSpec, tmp_path:
     worker.apply(Decision(ActionKind.START, "w", 0, "start"), 1.0)
     view = worker.view(1.0)
     assert (view.phase, view.ended, view.failures_in_row) == (Phase.STOPPING, True, 1)      # decide: back off, or give up
-    assert view.diagnosis is not None and (view.diagnosis.cause, view.diagnosis.restart_helps) == ("spawn-failed", True)
+    assert view.diagnosis is not None and (view.diagnosis.cause, view.diagnosis.restart_helps) == ("disk-full", True)
 
 
 def test_what_it_printed_last_is_read_before_the_cause_stands(spec: WorkerSpec, tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ def _fitting(budget: int, prefix: int, rows: int, width: int, minimum: int, maxi
 
 def fits(budget: int, prefix: int, tokens: int, rows: int = 0, width: int = 0, *, rule: Rule = "span") -> bool:
     """Whether exactly `tokens` more rows keep the batch under the line: the end of a prompt is what it is."""
-    return tokens <= _largest(budget, prefix, rows, width, rule)
+    longest = max(prefix + tokens, width) if rule == "span" else max(prefix, width, 1)
+    return (rows + tokens) * longest <= budget
 
 
 def accepted_chunk_tokens(budget: int, prefix: int, remaining: int, rows: int, width: int, *, alone: bool, limit: int,
@@ -104,12 +105,12 @@ def accepted_chunk_tokens(budget: int, prefix: int, remaining: int, rows: int, w
     keeps under the line and is no sliver; no other chunk is under `minimum`.
     Checks nothing: it runs in every step of an engine, with settings that `chunk_tokens` has accepted at the start.
     """
-    fitting = _fitting(budget, prefix, rows, width, minimum, maximum, granule, rule, step)
     sliver = min(SLIVER_TOKENS, max(minimum, granule))
+    if step == "granule" and sliver <= limit <= min(maximum, remaining) and fits(budget, prefix, limit, rows, width, rule=rule):
+        return limit                         # nearly always, so it is asked first
+    fitting = _fitting(budget, prefix, rows, width, minimum, maximum, granule, rule, step)
     if remaining <= min(fitting, limit):
         return remaining
-    if step == "granule" and sliver <= limit <= maximum and fits(budget, prefix, limit, rows, width, rule=rule):
-        return limit
     tokens = min(fitting, limit // granule * granule)
     if tokens >= minimum:
         return tokens

@@ -60,7 +60,9 @@ def _beat(core: Any) -> None:
 
 
 def _beat_after(token: None, result: Any, core: Any) -> None:
-    _beat(core)
+    """After the last step nobody looks again until there is work; after any other the next one is about to say it."""
+    if not core.scheduler.has_requests():
+        rank.beat(0)
 
 
 def _worker_starts(wrapper: Any, all_kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 Read from the scheduler's output as it reaches the worker, so a record also proves what the hook `line` did.
 """
 import time
-from typing import Any, List, NamedTuple, Optional
+from typing import Any, List, NamedTuple, Optional, Tuple
 
 from .. import fault, peak, rank
 
@@ -30,7 +30,18 @@ def _bound(token: None, result: None, worker: Any) -> None:
         rank.locate(worker.device.index)
 
 
+_last: Tuple[Any, List[List[int]]] = (None, [])
+
+
 def prefill_chunks(output: Any) -> List[List[int]]:
+    """As `_prefill_chunks`; two hooks ask for each step."""
+    global _last
+    if _last[0] is not output:
+        _last = output, _prefill_chunks(output)
+    return _last[1]
+
+
+def _prefill_chunks(output: Any) -> List[List[int]]:
     """[prefix, new tokens] of each request in a SchedulerOutput that is still computing its prompt.
 
     A cached request is one when it has no output yet. One that was preempted after its first token and computes its
