@@ -27,7 +27,8 @@ from tightrank.inputs import Inputs
 from tightrank.records import Failure, Line, MemoryReading, ProcessId, RankReading, Snapshot, WorkerReading
 from unpack import unpack
 
-PLANTED = {"file": "sk-file-7d1f0a2b", "argument": "sk-arg-99aa88bb", "env": 'hf_"quoted"\\token', "token": "tok-5e5e5e5e",
+PLANTED = {"url": "someone:opensesame77",
+           "file": "sk-file-7d1f0a2b", "argument": "sk-arg-99aa88bb", "env": 'hf_"quoted"\\token', "token": "tok-5e5e5e5e",
            "worker env": "wenv-secret-1234", "gateway": "gw-key-31415926"}
 
 
@@ -176,7 +177,8 @@ def config(tmp_path: Path) -> Config:
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 4096}))
     body = {"name": "test", "engine": "vllm", "model": str(tmp_path / "model"), "state_directory": str(tmp_path / "state"),
             "http": {"token_file": str(tmp_path / "token")}, "gateway": {"engine_key_file": str(tmp_path / "gateway")},
-            "workers": [{"name": "w0", "api_key_file": str(tmp_path / "key"), "args": ["--hf-token", PLANTED["argument"]],
+            "workers": [{"name": "w0", "api_key_file": str(tmp_path / "key"), "args": ["--hf-token", PLANTED["argument"],
+                                                                   "--otlp-traces-endpoint", f"http://{PLANTED['url']}@c:1"],
                          "env": {"MY_PASSWORD": PLANTED["worker env"], "TOKENIZERS_PARALLELISM": "false"}}]}
     (tmp_path / "tightrank.yaml").write_text(json.dumps(body))
     return load(tmp_path / "tightrank.yaml", {}, []).config

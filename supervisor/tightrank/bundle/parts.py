@@ -16,7 +16,6 @@ from tightrank import __version__, plan
 from tightrank.bundle import MEMBER_BYTES, Part
 from tightrank.bundle.memory import Sample
 from tightrank.config import Config
-from tightrank.config.flags import without_secrets as args_without_secrets
 from tightrank.diagnose import without_secrets
 from tightrank.records import Failure, Line, Status, WorkerSpec
 from tightrank.report import diagnosis_json, plain, status_json
@@ -93,7 +92,7 @@ def config_json(config: Config) -> str:
     values = json.loads(config.to_json())
     values["gateway"].pop("engine_key", None)
     for worker in values["workers"]:
-        worker["args"], worker["env"] = args_without_secrets(worker["args"]), plan.masked_environment(worker["env"])
+        worker["args"], worker["env"] = plan.masked_arguments(worker["args"]), plan.masked_environment(worker["env"])
     return _json(values)
 
 

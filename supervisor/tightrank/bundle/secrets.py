@@ -22,6 +22,7 @@ def known(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
     yield from (text for path in paths if path and len(text := _read(path)) >= _KEY_CHARACTERS)
     for args in (config.command, *(worker.args for worker in config.workers)):
         yield from (text for text in _hidden(args) if len(text) >= _KEY_CHARACTERS)
+        yield from (found[1] for text in args for found in _OF_URL.finditer(text))
     for variables in (environment, *(worker.env for worker in config.workers)):
         yield from (text for name, text in variables.items() if is_secret(name) and _may_be_secret(text))
         yield from (found[1] for text in variables.values() for found in _OF_URL.finditer(text))

@@ -87,12 +87,24 @@ SIGNATURES: tuple[Signature, ...] = (
         "This release of SGLang does not know the architecture {architectures}.",
         _UNKNOWN, "SGLang 0.4 - 0.5.23 model_loader/utils.py", decisive=False),
     Signature(
+        "model-unsupported",
+        r"Cannot find model module\. '(?P<architectures>[^']{1,80})' is not a registered model in the Transformers library",
+        "Neither this release of SGLang nor the installed transformers knows the architecture {architectures}.",
+        _UNKNOWN, "SGLang 0.4.7 - 0.5.23 model_loader/utils.py", decisive=False),
+    Signature(
         "arguments-invalid",
         r"(?:The repository (?:for )?)?.{1,200} (?:contains custom code which must be executed|requires you to execute the "
         r"configuration file)",
         "The model needs code of its own.",
         "--trust-remote-code, if you trust the model's author: it runs their code",
         "transformers 4.30 - 5.19 dynamic_module_utils", decisive=False),
+    Signature(
+        "model-unreadable",
+        r"(?:Couldn't instantiate the backend tokenizer from one of:|Can't load tokenizer for '.{1,300}')",
+        "The model's directory has no tokenizer that can be loaded.",
+        "fetch the tokenizer's files (tokenizer.json, tokenizer_config.json) beside the weights, or name another directory "
+        "with --tokenizer (vLLM) or --tokenizer-path (SGLang)",
+        "transformers 4.45 - 5.19 tokenization_utils_tokenizers.py, tokenization_utils_base.py", decisive=False),
     Signature(
         "model-unreadable",
         r"(?:Can't load the configuration of |.{1,200} does not appear to have a file named )",

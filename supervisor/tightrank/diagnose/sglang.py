@@ -53,6 +53,21 @@ SIGNATURES: tuple[Signature, ...] = (
         "raise --mem-fraction-static (or --max-total-tokens where it is set)",
         "SGLang 0.5.8 - 0.5.23 managers/tp_worker.py"),
     Signature(
+        "kv-pool-too-small",
+        r'\{"error":\{"message":"Input length \((?P<warmup_tokens>\d+) tokens\) exceeds the maximum allowed length '
+        r"\((?P<allowed_tokens>-?\d+) tokens\)",
+        "The KV cache leaves room for requests of {allowed_tokens} tokens, and SGLang's own first request has {warmup_tokens}.",
+        "raise --max-total-tokens, or leave it out; else raise --mem-fraction-static, or --context-length where that is small",
+        "SGLang 0.5.16 - 0.5.23 entrypoints/warmup.py, managers/tokenizer_manager.py", decisive=False,
+        error="AssertionError"),
+    Signature(
+        "arguments-invalid",
+        r"SGLANG_CPU_OMP_THREADS_BIND is not set, in this case, the total number of ranks \(.{1,60} = (?P<ranks>\d+)\) should "
+        r"be smaller than or equal to number of numa node on the machine (?P<nodes>\d+)",
+        "{ranks} ranks on a CPU with {nodes} NUMA nodes need to be told which cores each of them has.",
+        "env SGLANG_CPU_OMP_THREADS_BIND of the worker: the cores of each rank, as 0-31|32-63",
+        "SGLang 0.5.3 - 0.5.23 model_executor/model_runner.py", decisive=False, error="AssertionError"),
+    Signature(
         "state-cache-too-small",
         r"Not enough GPU memory for hybrid \(mamba/linear-attention\) state cache\. Computed "
         r"max_mamba_cache_size=(?P<slots>-?\d+) \(total_rest_memory=(?P<rest_gb>-?[\d.]+) GB, "

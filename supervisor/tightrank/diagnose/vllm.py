@@ -104,6 +104,12 @@ SIGNATURES: tuple[Signature, ...] = (
         "vLLM 0.10 - 0.33.0 v1/worker/gpu_model_runner.py", shape="logged", decisive=False),
     Signature(
         "arguments-invalid",
+        r"Not enough allowed NUMA nodes to bind threads of (?P<ranks>\d+) local CPUWorkers",
+        "{ranks} ranks on a CPU with fewer NUMA nodes need to be told which cores each of them has.",
+        "env VLLM_CPU_OMP_THREADS_BIND of the worker: nobind, or the cores of each rank, as 0-31|32-63",
+        "vLLM 0.8 - 0.33.0 v1/worker/cpu_worker.py", decisive=False, error="AssertionError"),
+    Signature(
+        "arguments-invalid",
         r"User-specified max_model_len \((?P<context_tokens>\d+)\) is greater than the derived max_model_len "
         r"\(\w+=(?P<largest_context_tokens>\d+)",
         "--max-model-len {context_tokens} is longer than the model can ({largest_context_tokens}).",

@@ -162,7 +162,11 @@ def _environment(worker: Worker, engine: Engine, inputs: Inputs) -> tuple[dict[s
 
 def masked(spec: WorkerSpec) -> tuple[tuple[str, ...], dict[str, str]]:
     """(argv, env) to show: secrets as ***."""
-    return without_secrets(spec.argv), masked_environment(spec.env)
+    return masked_arguments(spec.argv), masked_environment(spec.env)
+
+
+def masked_arguments(args: Sequence[str]) -> tuple[str, ...]:
+    return tuple(_USER_OF_URL.sub(MASK, argument) for argument in without_secrets(args))
 
 
 def masked_environment(env: Mapping[str, str]) -> dict[str, str]:
