@@ -42,7 +42,7 @@ def test_killed_while_it_starts(make: Make, engine: str, step: str) -> None:    
     os.kill(pid, signal.SIGKILL)
     cause = wait_until(lambda: deployment.events("cause"), 5, "a cause")[0]
     assert os.times().elapsed - began < 1.0
-    assert cause["data"]["cause"] in ("rank-died", "engine-exited") and role in cause["sentence"], cause
+    assert cause["data"]["cause"] in ("rank-died", "engine-exited") and role.replace("-", " ") in cause["sentence"], cause
     wait_until(gone(tree), 10, "an empty tree")
     up(deployment, 2)
     assert deployment.terminate() == 0
@@ -97,17 +97,16 @@ def test_a_full_or_read_only_disk_starts_no_engine(disk: Path, make: Make) -> No
     filler = fill(disk)
     deployment = make("vllm")
     assert deployment.process is not None and deployment.process.wait(60) == 78
-    assert "disk of the state directory" in deployment.output
+    assert "journal and logs do not fit" in deployment.output
     filler.unlink()
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     deployment.up()
     assert deployment.process.wait(60) == 78
-    assert "state_directory" in deployment.output and "Read-only file system" in deployment.output
+    assert "state_directory" in deployment.output and "is not writable" in deployment.output
 
 
 def diagnosed(engine: str, log: Path, status: int) -> diagnose.Diagnosis:
-    lines = [Line(float(number), float(number), "stdout", text)
-             for number, text in enumerate(log.read_text(errors="replace").splitlines())]
+    lines = [Line(0.0, 0.0, "stdout", text) for text in log.read_text(errors="replace").splitlines()]
     return diagnose.diagnose(engine, lines, diagnose.ExitInfo(status, False))
 
 
@@ -133,7 +132,8 @@ def test_vllms_index_error_of_a_sliver(tmp_path: Path) -> None:
     finally:
         engine.stop()
     cause = diagnosed("vllm", engine.log, status)
-    assert (cause.cause, cause.restart_helps) == ("engine-error", True) and "IndexError" in str(cause.evidence), cause
+    assert (cause.cause, cause.restart_helps) == ("engine-error", True), cause
+    assert "index 2 is out of bounds" in str(cause.evidence)
 
 
 @needs_amx
@@ -163,4 +163,4 @@ def test_vllms_illegal_instruction_of_a_first_request_with_remote_kv(tmp_path: P
         prefill.stop()
         decode.stop()
     cause = diagnosed("vllm", decode.log, status)
-    assert cause.cause in ("rank-died", "engine-exited") and "-4" in str(cause), cause
+    assert (cause.cause, cause.restart_helps) == ("rank-died", True) and "VllmWorker-0" in str(cause), cause

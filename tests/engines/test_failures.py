@@ -122,8 +122,6 @@ FAILURES = (
     Failure("tiny-pool", "sglang", "kv-pool-too-small", "--max-total-tokens", ("--max-total-tokens", "4")),
     Failure("host-cache", "sglang", "host-memory-too-small", "--hicache-size",
             (*POOL, "--enable-hierarchical-cache", "--hicache-size", "900")),
-    Failure("shared-memory", "sglang", "shared-memory-full", "/dev/shm", (*POOL, "--tp-size", "2"),
-            {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, shell=SMALL_SHM),
 )
 
 
