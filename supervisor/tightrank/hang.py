@@ -34,6 +34,9 @@ SUSPECT_SECONDS = 0.4       # from here on processes are looked at anew in every
 # Of a core. Idle, a rank on a CPU takes less: 0.01 SGLang's scheduler with --sleep-on-idle, 0.03 vLLM's worker; a starved one
 # that computes is in state R.
 BUSY_SHARE = 0.05
+# vLLM's engine core spins for 1 s after the last answer of a worker and sleeps then (shm_broadcast.py of 0.28.0 - 0.33.0): what
+# it uses later is work of its own, a grammar that it compiles or a long queue. Of a core; its other threads take less.
+SPIN_SECONDS, CORE_SHARE = 1.5, 0.5
 HELPER_CPU_SECONDS = 0.02   # two ticks of the kernel's clock: anything that runs at all
 UNPROVEN_SECONDS = 30.0     # a first chunk of a long prompt after a canary of a few tokens; a lazy load of kernels
 KEPT_STEPS = 256
@@ -161,10 +164,12 @@ class Turns:
         return seconds, seconds * max(1.0, cost / proven if proven else 1.0)
 
     def _computes(self, reading: WorkerReading, passed: float) -> bool:
-        """A rank that computes for the worker runs, waits for a disk, or has used its processor. vLLM's engine core, which
-        has no rank number, spins while it waits for the workers."""
+        """A rank that computes for the worker runs, waits for a disk, or has used its processor; vLLM's engine core, which
+        has no rank number, still uses its own when it no longer spins."""
         signs = [rank.state in ("R", "D") or self._used(rank.id, rank.cpu_seconds) > BUSY_SHARE * passed
                  for rank in reading.ranks if rank.rank is not None]
+        signs += [self._used(rank.id, rank.cpu_seconds) > CORE_SHARE * passed and self._still.get(rank.id, 0.0) > SPIN_SECONDS
+                  for rank in reading.ranks if rank.role == "engine-core"]
         return any(signs)
 
     def _helped(self, reading: WorkerReading) -> bool:

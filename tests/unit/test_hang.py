@@ -133,14 +133,15 @@ def test_a_compiler_that_a_rank_started_helps_and_a_server_does_not() -> None:
     assert server is not None and server.quiet_seconds == server.unhelped_seconds == 9.5
 
 
-def test_an_engine_core_that_spins_while_it_waits_is_no_sign_of_life() -> None:
+@pytest.mark.parametrize(("spins", "quiet"), [(2, 9.5), (20, 0.0)])
+def test_an_engine_core_that_spins_for_a_second_is_no_sign_of_life_and_one_that_computes_is(spins: int, quiet: float) -> None:
     core = rank(id=ProcessId(50, 5), role="engine-core", rank=None, state="R", cpu_seconds=0.0, in_flight=3)
     worker = rank(id=ProcessId(51, 5), role="worker", state="S", cpu_seconds=4.0, in_flight=0)
     film = Film(core, worker)
-    for _ in range(20):
-        film.ranks[0] = replace(film.ranks[0], cpu_seconds=(film.ranks[0].cpu_seconds or 0.0) + 0.5)
+    for number in range(20):
+        film.ranks[0] = replace(film.ranks[0], cpu_seconds=(film.ranks[0].cpu_seconds or 0.0) + 0.5 * (number < spins))
         found = film.show()
-    assert found is not None and found.who.startswith("engine-core") and found.quiet_seconds == 9.5
+    assert found is not None and found.who.startswith("engine-core") and found.quiet_seconds == quiet
 
 
 def test_a_stopped_process_is_the_first_to_be_named_and_counts_from_when_it_was_seen() -> None:
