@@ -67,6 +67,7 @@ class Page(NamedTuple):
     daemon_starts: int
     locked: int
     daemon_beat_age_ns: int
+    dry_stops: int
 
 
 class Guarded:
@@ -78,7 +79,7 @@ class Guarded:
     def page(self) -> Page:
         def read() -> Page | None:
             try:
-                return Page(*pages.Page(str(self.directory / "guard.page"), "13Q", False).read())
+                return Page(*pages.Page(str(self.directory / "guard.page"), "14Q", False).read())
             except (OSError, ValueError, wire.WireError):
                 return None
         return wait_until(read, what="guard.page is written")
@@ -133,12 +134,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     mark = uuid.uuid4().hex
 
     def begin(*, engines: tuple[list[str], ...] = (TREE,), exits: dict[str, int] | None = None, floor: int = 0,
-              daemon: list[str] | None = None, rooms: Path = ROOMS, **popen: Any) -> Guarded:
+              daemon: list[str] | None = None, dry_run: bool = False, rooms: Path = ROOMS, **popen: Any) -> Guarded:
         directory = tmp_path / uuid.uuid4().hex
         directory.mkdir(mode=0o700)
         log = directory / "daemon.log"
         options = {"log": str(log), "engines": engines, "exits": {"SIGTERM": 0, "SIGUSR2": 0, **(exits or {})}}
-        orders = write_orders(directory, floor_bytes=floor,
+        orders = write_orders(directory, floor_bytes=floor, dry_run=dry_run,
                               daemon_argv=daemon or [sys.executable, "-S", "-c", STAND_IN, json.dumps(options)])
         with (directory / "stderr").open("wb") as stderr:
             process = subprocess.Popen([*GUARD[:-1], str(rooms), str(orders)], stderr=stderr, start_new_session=True,
@@ -157,7 +158,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def write_orders(directory: Path, **values: Any) -> Path:
     orders = {"schema": 1, "daemon_argv": ["true"], "run_directory": str(directory), "floor_bytes": 0, "priority": 0,
-              "lock_descriptor": None, **values}
+              "lock_descriptor": None, "dry_run": False, **values}
     path = directory / "guard.json"
     path.write_text(json.dumps(orders))
     return path
@@ -439,6 +440,20 @@ def test_hog_of_somebody_else_is_named_and_left_alone(start: Start) -> None:
     record, hog_lives = trial
     assert record["hog"]["name"] == "outsider" and not record["hog"]["inside"]
     assert [each["name"] for each in record["killed"]] == ["engine"] and hog_lives
+
+
+def test_a_dry_run_says_once_that_it_would_kill_and_kills_nothing(start: Start) -> None:
+    guarded = start(floor=available_bytes() + 4096 * MIB, dry_run=True)
+    engines = guarded.wait_for_engines(*TREE_NAMES)
+    wait_until(lambda: guarded.page().dry_stops, what="a crossing")
+    samples = guarded.page().samples
+    wait_until(lambda: guarded.page().samples > samples + 5, what="more samples")
+    record, = guarded.stops()
+    assert (record["dry_run"], record["killed"], record["reaction_us"]) == (True, [], None)
+    assert guarded.page().dry_stops == 1 and guarded.page().stops == 0 and all(each.is_running() for each in engines)
+    assert "would be killed" in guarded.said() and guarded.said().count("a dry run: killed nothing") == 1
+    guarded.process.terminate()
+    assert guarded.exit_code() == 0
 
 
 def test_under_the_floor_from_the_start_new_engines_are_ended_and_nothing_is_repeated(start: Start) -> None:

@@ -113,18 +113,18 @@ WRITER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from page import Page
-page, number = Page(sys.argv[2], 13), 0
+page, number = Page(sys.argv[2], 14), 0
 while True:
     number += 1
-    page.write(*[number] * 13)
+    page.write(*[number] * 14)
 """
 
 
 def test_reader_never_takes_a_page_that_is_half_written(tmp_path: Path, spawn: Callable[..., object]) -> None:
     path = str(tmp_path / "page")
-    Page(path, 13)
+    Page(path, 14)
     spawn([sys.executable, "-I", "-S", "-c", WRITER, str(SUPERVISOR / "tightrank" / "guard"), path])
-    reader = pages.Page(path, "13Q", False)
+    reader = pages.Page(path, "14Q", False)
     wait_until(lambda: readable(reader))
     seen = {values for _ in range(200_000) if (values := readable(reader))}
     assert len(seen) > 1 and all(set(values) == {values[0]} and values[0] for values in seen)

@@ -25,7 +25,7 @@ from tightrank.records import (
 )
 
 LINE = LineSpec(budget=200_000_000, floor_budget=256 * 131072, minimum=256, maximum=2048, granule=256)
-GUARD = Guard(FLOOR, 512 * MIB, 0, *RULES.levels)
+GUARD = Guard(FLOOR, 512 * MIB, 0, *RULES.levels, "act")
 LOW = FLOOR + 10 * MIB
 AMPLE = FLOOR + 8 * GIB
 
@@ -50,7 +50,7 @@ class Site:
 
     def __init__(self, *views: WorkerView, guard: Guard = GUARD, ranks: Mapping[str, RankReading] | None = None) -> None:
         self.views, self.guard, self.ranks = {view.name: view for view in views}, guard, ranks or {}
-        self.levels, self.now = Levels(), 100.0
+        self.levels, self.now, self.page = Levels(), 100.0, dict[str, Any]()
         self.events: list[Event] = []
         self.decisions: list[Decision] = []
 
@@ -61,7 +61,7 @@ class Site:
             memory = MemoryReading(self.now, 64 * GIB, available, None, None, available, None, None)
             readings = {name: WorkerReading(name, each.generation, None, (), (self.ranks[name],) if name in self.ranks else (),
                                             (), ()) for name, each in self.views.items()}
-            snapshot = Snapshot(self.now, 0.0, memory, readings, {})
+            snapshot = Snapshot(self.now, 0.0, memory, readings, self.page)
             self.levels, events, decisions = step(self.levels, self.guard, snapshot, list(self.views.values()))
             self.events += events
             self.decisions += decisions
@@ -124,6 +124,17 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing() -> None:
     assert "dry run: would refuse long prompts" in site.said()[1]
     site.run(70.0, AMPLE)
     assert site.decisions == [] and "taking all prompts again" in " ".join(site.said("dry-run"))
+
+
+def test_a_dry_run_of_stop_is_told_for_each_crossing_that_was_not_there_before() -> None:
+    site = Site(view(), guard=replace(GUARD, stop_mode="dry-run"))
+    site.page["dry_stops"] = 3                # of an earlier daemon's time
+    assert not [text for text in site.run(2.0, AMPLE).said("dry-run") if "stop would" in text]
+    site.page["dry_stops"] = 4
+    told = [text for text in site.run(2.0, FLOOR - MIB).said("dry-run") if "stop would" in text]
+    assert len(told) == 1 and "guard.floor" in told[0]
+    stop = rows(site.levels, site.guard, site.page)[-1]
+    assert (stop.level, stop.mode, stop.acts) == ("stop", "dry-run", 4)
 
 
 def test_a_dry_run_is_told_for_a_worker_that_comes_up_later() -> None:

@@ -147,12 +147,12 @@ def test_leftovers_are_found_by_their_mark(tmp_path: Path) -> None:
 def test_the_guards_page_and_last_record(tmp_path: Path) -> None:
     reader = GuardReader(tmp_path)
     assert reader.read() == {}
-    page = pages.Page(str(tmp_path / "guard.page"), "13Q", True)
-    page.write(7, 8, 9, 10, 2**64 - 1, 12, 13, 1, 15, 16, 1, 0, 18)
+    page = pages.Page(str(tmp_path / "guard.page"), "14Q", True)
+    page.write(7, 8, 9, 10, 2**64 - 1, 12, 13, 1, 15, 16, 1, 0, 18, 0)
     (tmp_path / "guard.jsonl").write_text(json.dumps({"available_bytes": 3}) + "\n" + '{"torn')
     values = reader.read()
     assert (values["pid"], values["available_bytes"], values["stops"], values["last"]) == (7, None, 1, {"available_bytes": 3})
-    page.write(7, 8, 9, 10, 11, 12, 13, 2, 15, 16, 1, 0, 18)
+    page.write(7, 8, 9, 10, 11, 12, 13, 2, 15, 16, 1, 0, 18, 0)
     (tmp_path / "guard.jsonl").unlink()     # a full disk: the count stands, the record does not
     assert reader.read()["stops"] == 2 and reader.read()["last"] == {}
     page._map[:8] = bytes([7, 0, 0, 0, 0, 0, 0, 0])      # being written for ever: unknown, and never 0

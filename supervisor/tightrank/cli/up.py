@@ -61,7 +61,7 @@ def bring_up(config: Config, force: bool) -> NoReturn:
     run = state / "run"
     orders = {"schema": 1, "daemon_argv": [sys.executable, "-P", "-m", "tightrank.daemon", str(run / "config.json")],
               "run_directory": str(run), "floor_bytes": config.guard.floor_bytes, "priority": config.guard.priority,
-              "lock_descriptor": lock}
+              "lock_descriptor": lock, "dry_run": config.guard.stop_mode == "dry-run"}
     try:
         for directory in (run, state / "logs"):
             directory.mkdir(mode=0o700, exist_ok=True)

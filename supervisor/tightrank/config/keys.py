@@ -86,6 +86,8 @@ _ALL = (
     *_level("tighten"),
     *_level("shed"),
     *_level("abort"),
+    Key("guard.stop.mode", Choice(("act", "dry-run")), "Level stop: under guard.floor the guard ends all ranks. dry-run: only "
+        "says that it would; the host is then protected by nobody.", "act"),
     Key("line.budget", Whole(1, 10**15), "Token² budget B: new tokens x longest key length of a batch stay under it.",
         "2.0e8"),
     Key("line.minimum", _TOKENS, "Smallest chunk (tokens) of a request that was accepted.", "256"),
@@ -161,8 +163,8 @@ _ALL = (
     Key("workers[].api_key_file", Path(), "File with the engine's API key.", unset="the engine asks for none"),
 )
 KEYS: Mapping[str, Key] = {key.path: key for key in _ALL}
-SECTIONS = ("http", "guard", "guard.tighten", "guard.shed", "guard.abort", "line", "indexer", "headroom", "empty_cache",
-            "limits", "hygiene", "pd", "gateway")
+SECTIONS = ("http", "guard", "guard.tighten", "guard.shed", "guard.abort", "guard.stop", "line", "indexer", "headroom",
+            "empty_cache", "limits", "hygiene", "pd", "gateway")
 TABLES = ("workers[]", "gateway.workers[]")      # lists of such sections
 
 # No settings: the engines' mark and door, the cache of the set-up, the token of the command line's client.

@@ -103,7 +103,8 @@ def _guard(resolver: _Resolver) -> Guard:
     section = resolver.section("guard")
     tighten = _level(resolver, "tighten", section["margin_bytes"])
     shed = _level(resolver, "shed", tighten.threshold_bytes // 2)
-    return Guard(**section, tighten=tighten, shed=shed, abort=_level(resolver, "abort", shed.threshold_bytes // 2))
+    return Guard(**section, tighten=tighten, shed=shed, abort=_level(resolver, "abort", shed.threshold_bytes // 2),
+                 stop_mode=resolver.section("guard.stop")["mode"])
 
 
 def _level(resolver: _Resolver, name: str, threshold_bytes: int) -> Level:

@@ -42,6 +42,7 @@ class Guard:
     tighten: Level
     shed: Level
     abort: Level
+    stop_mode: str                 # act | dry-run: what the guard does under the floor
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Standard library and this directory only (it is sys.path[0], so no file may have a standard module's name), one thread,
 one loop. FILE is guard.json, with these keys and no others:
-    schema 1, daemon_argv [str], run_directory str, floor_bytes int, priority int, lock_descriptor int|null
+    schema 1, daemon_argv [str], run_directory str, floor_bytes int, priority int, lock_descriptor int|null, dry_run bool
 `priority` staggers guards that share a host: the floor is floor_bytes + priority * 64 MiB, so the highest acts first.
 
 Available = min(MemAvailable, limit - (current - inactive_file) of our cgroup and its ancestors, v1 or v2). When it is
@@ -10,11 +10,12 @@ under the floor on two reads in a row, every descendant but the daemon gets SIGK
     unix, monotonic_ns, available_bytes, lowest_available_bytes, floor_bytes, reaction_us (first read under the floor to
     last SIGKILL sent), killed [{pid, start_time, name, rss_bytes}], hog {pid, start_time, name, rss_bytes,
     growth_bytes, inside} or null: what grew most on this host since the last census that is a second old (at most 11).
-    With nothing to kill there is one line for each crossing, with killed [] and reaction_us null.
+    With nothing to kill there is one line for each crossing, with killed [] and reaction_us null. So there is in a dry run,
+    where nothing is killed (`dry_run` true; the daemon's own end still ends its engines).
 
-guard.page, 4096 bytes, "<QQ13Q": sequence (odd while written), schema 1, pid, start_time, monotonic_ns of the last
+guard.page, 4096 bytes, "<QQ14Q": sequence (odd while written), schema 1, pid, start_time, monotonic_ns of the last
 sample, samples, available_bytes, lowest_available_bytes, floor_bytes (with priority), stops, last_stop_monotonic_ns,
-daemon_pid, daemon_starts, locked (1: all memory, 0: a part or none), daemon_beat_age_ns. 2**64-1 = unknown.
+daemon_pid, daemon_starts, locked (1: all memory, 0: a part or none), daemon_beat_age_ns, dry_stops. 2**64-1 = unknown.
 daemon.beat, 4096 bytes, "<QQQ": sequence, schema 1, monotonic_ns: written by the daemon; only its age is told.
 
 The daemon gets SIGUSR2 when the guard dies. Its exit codes 0, 69, 75 and 78 end the guard with the same code; after
@@ -52,16 +53,16 @@ class Guard:
 
     def __init__(self, orders: Orders) -> None:
         self.floor = orders.floor_bytes + orders.priority * 64 * MIB
-        self.directory = orders.run_directory
+        self.directory, self.dry_run = orders.run_directory, orders.dry_run
         self.pid, self.daemon, self.available = os.getpid(), Daemon(orders.daemon_argv), Available()
         try:
-            self.page, self.beat = Page(f"{self.directory}/guard.page", 13), Page(f"{self.directory}/daemon.beat", 1)
+            self.page, self.beat = Page(f"{self.directory}/guard.page", 14), Page(f"{self.directory}/daemon.beat", 1)
         except OSError as error:
             raise refuse(f"{self.directory}: cannot hold guard.page and daemon.beat: {error}", CONFIG) from None
         self.wake, self.tree = Wake(), Tree(self.pid)
         self.start_time = next(each.start_time for each in self.tree.everyone if each.pid == self.pid)
         self.locked = False
-        self.signals = self.samples = self.stops = self.last_stop_ns = 0
+        self.signals = self.samples = self.stops = self.dry_stops = self.last_stop_ns = 0
         self.deadline, self.beat_ns = float("inf"), UNKNOWN
         self.now_ns, self.bytes, self.lowest, self.near, self.under = 0, self.available.read(), UNKNOWN, False, False
 
@@ -75,7 +76,8 @@ class Guard:
         libc.prctl(PR_SET_NAME, b"tightrank-guard", 0, 0, 0)
         self.locked = lock_memory()
         say(f"{raise_priority()}, {set_oom_score_adj(-900)}")
-        say(f"floor {self.floor // MIB} MiB: under it every process that the daemon started is killed; available "
+        does = "would be killed, if this was no dry run" if self.dry_run else "is killed"
+        say(f"floor {self.floor // MIB} MiB: under it every process that the daemon started {does}; available "
             f"{(self.bytes or 0) // MIB} MiB, the least of {self.available.names()}")
 
     def run(self) -> int:
@@ -153,10 +155,11 @@ class Guard:
         self.sample()
         if self.bytes is None or self.bytes >= self.floor:
             return NEAR_SECONDS
-        available, killed = self.bytes, self.tree.kill(spared=self.daemon.pid)
+        available, killed = self.bytes, [] if self.dry_run else self.tree.kill(spared=self.daemon.pid)
         if killed:
             self.stops, self.last_stop_ns = self.stops + 1, time.monotonic_ns()
         if killed or not self.under:
+            self.dry_stops += self.dry_run
             self.sample()
             self.tell(killed, available, (self.tree.last_kill_ns - first_ns) // 1000 if killed else None)
         self.under = self.near = True
@@ -165,12 +168,12 @@ class Guard:
     def tell(self, killed: list[Process], available: int, reaction_us: int | None) -> None:
         """The stop on stderr and in guard.jsonl, which may fail: the killing is done."""
         hog = self.tree.hog(killed)
-        say(f"available {available // MIB} MiB is under the floor of {self.floor // MIB} MiB: killed {len(killed)} "
-            f"processes in {reaction_us} us; grew most: "
+        did = "a dry run: killed nothing" if self.dry_run else f"killed {len(killed)} processes in {reaction_us} us"
+        say(f"available {available // MIB} MiB is under the floor of {self.floor // MIB} MiB: {did}; grew most: "
             + (f"{hog['name']} ({hog['pid']}), +{hog['growth_bytes'] // MIB} MiB" if hog else "nothing"))
         record = {"unix": time.time(), "monotonic_ns": time.monotonic_ns(), "available_bytes": available,
                   "lowest_available_bytes": self.lowest, "floor_bytes": self.floor, "reaction_us": reaction_us,
-                  "killed": [each.record() for each in killed], "hog": hog}
+                  "killed": [each.record() for each in killed], "hog": hog, "dry_run": self.dry_run}
         try:
             append(f"{self.directory}/guard.jsonl", json.dumps(record).encode() + b"\n")
         except OSError as error:
@@ -184,7 +187,7 @@ class Guard:
         self.page.write(
             self.pid, self.start_time, self.now_ns, self.samples, UNKNOWN if self.bytes is None else self.bytes,
             self.lowest, self.floor, self.stops, self.last_stop_ns or UNKNOWN, self.daemon.pid or UNKNOWN,
-            self.daemon.starts, self.locked, beat_age_ns)
+            self.daemon.starts, self.locked, beat_age_ns, self.dry_stops)
 
 
 def append(path: str, line: bytes) -> None:

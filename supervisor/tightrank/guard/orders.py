@@ -16,6 +16,7 @@ class Orders(NamedTuple):
     floor_bytes: int
     priority: int
     lock_descriptor: int | None
+    dry_run: bool
 
 
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of guard.json: key -> (test, what is wanted)
@@ -26,6 +27,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # of guard.json: key ->
     "priority": (lambda v: type(v) is int and 0 <= v <= 63, "0 to 63"),
     "lock_descriptor": (lambda v: v is None or (type(v) is int and os.path.exists(f"/proc/self/fd/{v}")),
                         "null or a descriptor that is open"),
+    "dry_run": (lambda v: type(v) is bool, "true or false"),
 }
 
 

@@ -47,6 +47,7 @@ class Levels:
     host: Ladder = field(default_factory=Ladder)
     workers: Mapping[str, tuple[int, str, Ladder]] = field(default_factory=dict)
     dry: Mapping[str, tuple[int, Wanted]] = field(default_factory=dict)
+    dry_stops: int | None = None           # crossings of the floor in a dry run of `stop`, as the guard counts them
 
     @property
     def busy(self) -> bool:
@@ -67,12 +68,14 @@ def step(before: Levels, guard: Guard, snapshot: Snapshot, views: Sequence[Worke
          ) -> tuple[Levels, list[Event], list[Decision]]:
     """The levels now, what they say (with what a dry run would do), and what is to be done."""
     rules = rules_now(guard, snapshot.guard)
-    after = Levels(advance(before.host, rules, _host_sample(snapshot)), dict(_workers(before, rules, snapshot, views)))
+    after = Levels(advance(before.host, rules, _host_sample(snapshot)), dict(_workers(before, rules, snapshot, views)),
+                   dry_stops=snapshot.guard.get("dry_stops"))
     serving = [view for view in views if view.phase in _SERVING]
     dry = {view.name: (view.generation, wanted(after, guard, rules, view, "dry-run")) for view in serving}
     after = replace(after, dry=dry)
     decisions = [decision for view in serving for decision in _held(after, guard, rules, view)]
-    events = [*_said(before, after, rules, snapshot.unix), *_dry(before, after, rules, serving, snapshot.unix)]
+    events = [*_said(before, after, rules, snapshot.unix), *_dry(before, after, rules, serving, snapshot.unix),
+              *_dry_stop(before, after, rules, snapshot.unix)]
     if after.host.rungs[2].acts > before.host.rungs[2].acts:
         aborted = _abort(after, rules, snapshot, serving)
         decisions += [aborted] if aborted and guard.abort.mode == "act" else []
@@ -218,6 +221,12 @@ def _dry(before: Levels, after: Levels, rules: Rules, views: Sequence[WorkerView
                         {"action": decision.kind.value, "reason": decision.reason})
 
 
+def _dry_stop(before: Levels, after: Levels, rules: Rules, unix: float) -> Iterator[Event]:
+    if before.dry_stops is not None and (after.dry_stops or 0) > before.dry_stops:
+        yield Event(unix, "dry-run", None, None, f"dry run: stop would end all ranks: the guard saw less than guard.floor "
+                    f"{format_size(rules.floor_bytes)}; now {sentence(HOST, after.host, rules)}", {"action": "stop"})
+
+
 def _abort(levels: Levels, rules: Rules, snapshot: Snapshot, views: Sequence[WorkerView]) -> Decision | None:
     """One worker of those that have prompts in flight: that whose last prefill step was over the longest prompt."""
     busy = [view for view in views if view.role != "decode" and _in_flight(snapshot.workers[view.name])]
@@ -244,6 +253,8 @@ def rows(levels: Levels, guard: Guard, page: Mapping[str, Any]) -> tuple[LevelSt
              for _, place, ladder, own in levels.places(rules)
              for name, level, rung in zip(LEVELS, own.levels, ladder.rungs, strict=True)
              if place == HOST or level.mode != "off"]
-    stop = LevelStatus("stop", HOST, "act" if rules.floor_bytes else "off", rules.floor_bytes, False, page.get("stops") or 0,
-                       floor_in_seconds(levels.host, rules), sentence(HOST, levels.host, rules))
+    dry = guard.stop_mode == "dry-run"
+    stop = LevelStatus("stop", HOST, guard.stop_mode if rules.floor_bytes else "off", rules.floor_bytes, False,
+                       page.get("dry_stops" if dry else "stops") or 0, floor_in_seconds(levels.host, rules),
+                       sentence(HOST, levels.host, rules))
     return (*shown, stop)

@@ -10,7 +10,7 @@ from typing import Any
 from tightrank.adapter import pages, wire
 
 _FIELDS = ("pid", "start_time", "monotonic_ns", "samples", "available_bytes", "lowest_available_bytes", "floor_bytes",
-           "stops", "last_stop_monotonic_ns", "daemon_pid", "daemon_starts", "locked", "daemon_beat_age_ns")
+           "stops", "last_stop_monotonic_ns", "daemon_pid", "daemon_starts", "locked", "daemon_beat_age_ns", "dry_stops")
 _UNKNOWN = 2**64 - 1
 
 
