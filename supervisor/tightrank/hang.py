@@ -132,9 +132,10 @@ class Turns:
         computes, helped = self._computes(reading, passed), self._helped(reading)
         self._quiet = 0.0 if computes or helped or not self.suspect else self._quiet + watched
         self._unhelped = 0.0 if helped or not self.suspect else self._unhelped + watched
-        for rank in reading.ranks:
+        ranks = (*reading.ranks, *_main_before_its_hello(reading))
+        for rank in ranks:
             self._watch(rank, watched)
-        held = [rank for rank in reading.ranks if rank.state == "T" or (rank.in_flight and rank.beat_age_seconds is not None)]
+        held = [rank for rank in ranks if rank.state == "T" or (rank.in_flight and rank.beat_age_seconds is not None)]
         self.working = bool(held)
         worst = max((rank for rank in held if self._still[rank.id] > 0), default=None,
                     key=lambda rank: (rank.state == "T", self._still[rank.id]))
@@ -151,7 +152,7 @@ class Turns:
 
     def _stall(self, rank: RankReading, reading: WorkerReading) -> Stall:
         still = self._still[rank.id]
-        longest, expected = self._expected(max(each.step_cost for each in reading.ranks))
+        longest, expected = self._expected(max((each.step_cost for each in reading.ranks), default=0))
         return Stall(_words(rank), rank.state == "T", rank.in_flight, still, min(still, self._quiet),
                      min(still, self._unhelped), longest, expected)
 
@@ -197,6 +198,14 @@ def _helpers(reading: WorkerReading) -> Iterator[ProcessReading]:
                 yield process
                 break
             above = by_pid.get(above.parent_pid)
+
+
+def _main_before_its_hello(reading: WorkerReading) -> Iterator[RankReading]:
+    """It may be stopped while it still imports; nothing else of it can be judged."""
+    for process in reading.processes:
+        if process.id == reading.main and all(rank.id != process.id for rank in reading.ranks):
+            yield RankReading(process.id, "main", None, None, None, None, None, "", True, {}, {}, None, "", None, 0, 0, 0, 0,
+                              state=process.state)
 
 
 def _words(rank: RankReading) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 from deployment import Deployment, Make
-from helpers import wait_until
+from helpers import FAKE_ENGINE, wait_until
 from unpack import unpack
 
 QUICK = {"hang": "1s", "hang_busy": "4s", "hang_factor": 2, "restarts": 1000, "start_stall": "20s"}
@@ -62,6 +63,16 @@ def test_a_rank_that_is_stopped_is_found_idle_or_not_and_the_others_stacks_are_k
     named = next(event for event in deployment.events("bundle"))
     wait_until(lambda: deployment.worker()["bundle"] == named["data"]["bundle"], 10, "its name in the status")
     assert named["sentence"] == f"bundle {named['data']['bundle']}" and named["generation"] == 1
+
+
+def test_a_main_process_that_is_stopped_before_it_says_hello_is_found(make: Make) -> None:
+    late = ["sh", "-c", 'sleep 2; exec "$@"', "sh", sys.executable, str(FAKE_ENGINE), "--engine", "vllm"]
+    deployment = make(command=late, settings={"limits": QUICK}).up()
+    main = wait_until(lambda: next((each["id"]["pid"] for each in deployment.worker().get("processes", ())), None), 10)
+    os.kill(main, signal.SIGSTOP)
+    event = cause(deployment)
+    assert event["data"]["cause"] == "engine-hung" and f"main (pid {main})" in event["sentence"]
+    deployment.wait_phase("up", generation=2)
 
 
 def test_a_step_that_never_ends_is_found_and_the_stack_shows_where(make: Make) -> None:

@@ -144,6 +144,18 @@ def test_an_engine_core_that_spins_for_a_second_is_no_sign_of_life_and_one_that_
     assert found is not None and found.who.startswith("engine-core") and found.quiet_seconds == quiet
 
 
+def test_the_main_process_may_be_stopped_before_it_says_hello() -> None:
+    main = process(id=ProcessId(50, 5), state="T", role=None)
+    turns, helper = Turns(), process(id=ProcessId(51, 5), state="T", role=None)
+    for number in range(6):
+        turns.observe(WorkerReading("w", 1, main.id, (main, helper), (), (), ()), 100.0 + number / 2)
+    assert turns.stall is not None and turns.stall.who == "main (pid 50)" and turns.suspect and turns.working
+    found = overdue(turns.stall, LIMITS, True)
+    assert found is not None and "state T" in found.sentence
+    turns.observe(WorkerReading("w", 1, main.id, (replace(main, state="S"), helper), (), (), ()), 104.0)
+    assert turns.stall is None
+
+
 def test_a_stopped_process_is_the_first_to_be_named_and_counts_from_when_it_was_seen() -> None:
     film = Film(replace(SCHEDULER, in_flight=0), rank(id=ProcessId(102, 7), rank=1, state="S", cpu_seconds=1.0))
     film.run(20)
