@@ -30,10 +30,16 @@ SIGNATURES: tuple[Signature, ...] = (
         "The engine refused its command line: {why}",
         "correct the worker's args; `tightrank plan` shows the whole command",
         "argparse", shape="logged"),
+    # SGLang's server has its model by then, says this, and hangs: nobody would hear of it before limits.start_stall.
     Signature(
         "port-taken",
-        r"\[Errno 98\] (?:Address already in use|error while attempting to bind on address \('(?P<host>[^']*)', "
-        r"(?P<port>\d+))",
+        r"\[Errno 98\] error while attempting to bind on address \('(?P<host>[^']*)', (?P<port>\d+)",
+        "The engine's port {port} is in use.",
+        "end what listens there (ss -ltnp), or give the worker another port",
+        "asyncio, uvicorn", shape="any"),
+    Signature(
+        "port-taken",
+        r"\[Errno 98\] Address already in use",
         "A port that the engine needs is in use.",
         "end what listens there (ss -ltnp), or give the worker another port",
         "asyncio, uvicorn", shape="any", decisive=False),
