@@ -246,15 +246,16 @@ class Daemon:
         return self.stops > 0 and all(worker.phase in _ENDED for worker in self.workers)
 
     def _end_at_once(self) -> None:
-        """Without the guard nobody keeps the floor: every engine ends now."""
+        """Without the guard nobody keeps the floor: every engine ends now, with what has left its tree since we looked last."""
         for _ in range(ROUNDS):
             table = ProcessTable.read()
-            left = [process for watched in (worker.watched() for worker in self.workers) if watched.main is not None
-                    for process in table.tree(watched.main, watched.known) if process.state not in "ZX"]
+            left = {process.id for watched in (worker.watched() for worker in self.workers) if watched.main is not None
+                    for process in table.tree(watched.main, watched.known) if process.state not in "ZX"}
+            left.update(marked(plan.mark(self.state)))
             if not left:
                 break
             for process in left:
-                act.send(process.id, signal.SIGKILL)
+                act.send(process, signal.SIGKILL)
             time.sleep(COALESCE_SECONDS)
         end = time.monotonic() + ORPHANED_SECONDS
         self._sweep(lambda seconds: time.monotonic() + seconds > end or threading.Event().wait(seconds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -72,9 +73,12 @@ def test_the_guards_death_ends_the_engines(make: Make) -> None:
     deployment = make(args=("--orphan",)).up()
     deployment.wait_phase("up")
     tree, daemon = deployment.tree(), deployment.status()["guard"]["daemon_pid"]
-    assert deployment.process is not None
-    deployment.process.kill()
-    wait_until(gone([daemon, *tree]), 5, "engines and daemon gone after the guard")
+    environment = Path(f"/proc/{tree[0]}/environ").read_text().split("\0")
+    mark = next(item.partition("=")[2] for item in environment if item.startswith("TIGHTRANK_RUN="))
+    with subprocess.Popen(["sleep", "60"], env={"TIGHTRANK_RUN": mark}) as strayed:   # no reading has seen it in the tree
+        assert deployment.process is not None
+        deployment.process.kill()
+        wait_until(gone([daemon, strayed.pid, *tree]), 5, "engines and daemon gone after the guard")
 
 
 def test_guard_and_daemon_die_together_and_the_next_supervisor_ends_what_is_left(make: Make) -> None:
