@@ -29,7 +29,7 @@ GUARD = [sys.executable, "-I", "-S", "-B", str(ROOMS)]
 
 # A daemon: writes what happens to it to a log, starts what it is told, ends as it is told.
 STAND_IN = """
-import json, os, signal, subprocess, sys
+import json, os, signal, subprocess, sys, time
 options = json.loads(sys.argv[1])
 def log(text):
     with open(options["log"], "a") as file:
@@ -44,8 +44,8 @@ for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
 for argv in options["engines"]:
     subprocess.Popen(argv, start_new_session=True)
 log("started")
-while True:
-    signal.pause()
+while True:            # no signal.pause: stopped in it, continued and signalled at once, it would sleep on
+    time.sleep(0.1)
 """
 # An engine: a child, an orphan in a session of its own whose parent is gone, and the main process.
 TREE = ["sh", "-c", "sleep 1001 & (setsid sleep 1002 &) ; exec sleep 1003"]
