@@ -109,6 +109,33 @@ def test_failed_fork_is_tried_again_later(monkeypatch: pytest.MonkeyPatch, capfd
     assert capfd.readouterr().err.count("no more processes") == 1
 
 
+FLAPS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from importlib.machinery import SourceFileLoader
+from orders import Orders
+rooms = SourceFileLoader("guard", sys.argv[1] + "/__main__.py").load_module()
+guard = rooms.Guard(Orders(["true"], sys.argv[2], 0, 0, None, True))
+def flap():
+    for floor in (2**60, 0) * 5:
+        guard.floor = floor
+        guard.keep_floor()
+    print(guard.dry_stops, guard.stops)
+flap()
+guard.last_dry_ns -= rooms.DRY_NS
+flap()
+"""
+
+
+def test_a_dry_run_says_little_while_memory_stays_about_the_floor(tmp_path: Path) -> None:
+    """Nothing is killed, so it may stay there for hours: a line for each crossing would fill the disk."""
+    rooms = str(SUPERVISOR / "tightrank" / "guard")
+    done = subprocess.run([sys.executable, "-I", "-S", "-B", "-c", FLAPS, rooms, str(tmp_path)],
+                          capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["1 0", "2 0"]
+    assert len((tmp_path / "guard.jsonl").read_text().splitlines()) == done.stderr.count("a dry run: killed nothing") == 2
+
+
 WRITER = """
 import sys
 sys.path.insert(0, sys.argv[1])

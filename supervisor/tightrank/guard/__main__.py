@@ -10,8 +10,8 @@ under the floor on two reads in a row, every descendant but the daemon gets SIGK
     unix, monotonic_ns, available_bytes, lowest_available_bytes, floor_bytes, reaction_us (first read under the floor to
     last SIGKILL sent), killed [{pid, start_time, name, rss_bytes}], hog {pid, start_time, name, rss_bytes,
     growth_bytes, inside} or null: what grew most on this host since the last census that is a second old (at most 11).
-    With nothing to kill there is one line for each crossing, with killed [] and reaction_us null. So there is in a dry run,
-    where nothing is killed (`dry_run` true; the daemon's own end still ends its engines).
+    With nothing to kill there is one line for each crossing, with killed [] and reaction_us null. So there is in a dry run, at
+    most one a minute: nothing is killed, so memory may stay about the floor (the daemon's own end still ends its engines).
 
 guard.page, 4096 bytes, "<QQ14Q": sequence (odd while written), schema 1, pid, start_time, monotonic_ns of the last
 sample, samples, available_bytes, lowest_available_bytes, floor_bytes (with priority), stops, last_stop_monotonic_ns,
@@ -45,6 +45,7 @@ NEAR_BYTES = min(2048, 256 * CORES) * MIB
 # and a floor that is 2 s of such filling away can be looked at less often: a turn costs 0.3 to 0.7 ms when caches are cold.
 CALM_SECONDS, CALM_BYTES = 0.5, 2 * 2150 * CORES * MIB
 NEAR_SLOPE_SECONDS = 1.0  # and so is a floor that the present slope reaches within this time.
+DRY_NS = 60 * 10**9       # between two lines of a dry run
 END_SECONDS = 10.0        # second SIGTERM to SIGKILL, and how long the dying are waited for
 
 
@@ -62,7 +63,7 @@ class Guard:
         self.wake, self.tree = Wake(), Tree(self.pid)
         self.start_time = next(each.start_time for each in self.tree.everyone if each.pid == self.pid)
         self.locked = False
-        self.signals = self.samples = self.stops = self.dry_stops = self.last_stop_ns = 0
+        self.signals = self.samples = self.stops = self.dry_stops = self.last_stop_ns = self.last_dry_ns = 0
         self.deadline, self.beat_ns = float("inf"), UNKNOWN
         self.now_ns, self.bytes, self.lowest, self.near, self.under = 0, self.available.read(), UNKNOWN, False, False
 
@@ -158,8 +159,10 @@ class Guard:
         available, killed = self.bytes, [] if self.dry_run else self.tree.kill(spared=self.daemon.pid)
         if killed:
             self.stops, self.last_stop_ns = self.stops + 1, time.monotonic_ns()
-        if killed or not self.under:
-            self.dry_stops += self.dry_run
+        quiet = self.under or (self.last_dry_ns and first_ns - self.last_dry_ns < DRY_NS)
+        if killed or not quiet:
+            if self.dry_run:
+                self.dry_stops, self.last_dry_ns = self.dry_stops + 1, first_ns
             self.sample()
             self.tell(killed, available, (self.tree.last_kill_ns - first_ns) // 1000 if killed else None)
         self.under = self.near = True
