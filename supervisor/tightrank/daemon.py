@@ -179,7 +179,8 @@ class Daemon:
 
     def _publish(self, snapshot: Snapshot) -> None:
         self.board.publish(status.build(self.config.name, self.started_unix, snapshot, self.workers, self.policy,
-                                        self.stops > 0, levels.rows(self.levels, self.config.guard, snapshot.guard)))
+                                        self.stops > 0, levels.rows(self.levels, self.config.guard, snapshot.guard),
+                                        self.levels.aims))
         self._tell()                         # after the status: who reads it because of an event must see what it tells
         if self.sink.trouble != self.log_trouble:
             self.log_trouble = self.sink.trouble

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tightrank import diagnose, engines, launch
 from tightrank.adapter import wire
+from tightrank.auto.peaks import Evidence, Peaks
 from tightrank.config.flags import MASK
 from tightrank.diagnose import headroom
 from tightrank.errors import ConfigError
@@ -114,6 +115,7 @@ class Generation:
         self._budget_sent: Future[str] | None = None
         self._budget_due = now
         self.turns = Turns()
+        self._peaks: dict[int, Peaks] = {}                   # of each rank, where the line is `auto`
         self.reading: WorkerReading | None = None            # the last one
         self._hurt_monotonic: float | None = None
         self._oom_kills: int | None = None
@@ -168,6 +170,8 @@ class Generation:
         self.over_line_steps += sum(step.over for step in steps)
         for step in steps:
             self.turns.learn(step.milliseconds / 1000, wire.step_cost(step.rows, step.width))
+            if self.spec.line is not None and self.spec.line.auto:
+                self._peaks.setdefault(step.rank, Peaks(step.rank)).learn(step)
         if steps:
             self.longest_step_seconds = max(self.longest_step_seconds or 0.0, *(step.milliseconds / 1000 for step in steps))
             self.prefill_width, self._prefill_monotonic = steps[-1].width, time.monotonic()
@@ -244,6 +248,10 @@ class Generation:
     def width_now(self, now: float) -> int:
         """Keys of the prefill under way, as far as the steps tell; 0 when there was none lately."""
         return self.prefill_width if now - self._prefill_monotonic < WIDTH_SECONDS else 0
+
+    def evidence(self, now: float) -> tuple[Evidence, ...]:
+        """What its steps tell of memory, rank by rank."""
+        return tuple(peaks.evidence(now) for _, peaks in sorted(self._peaks.items()))
 
     def note_traces(self) -> None:
         """Of all but those in state D: to read their maps may wait for a lock that they hold in a driver."""

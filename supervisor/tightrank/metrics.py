@@ -55,6 +55,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("worker_resident_bytes", "gauge", "Resident memory of the worker's process tree."),
     Metric("line_budget_tokens_squared", "gauge", "The line's budget now."),
     Metric("line_over_steps_total", "counter", "Prefill steps over the line."),
+    Metric("line_binds", "gauge", "1: an auto line makes chunks smaller somewhere. Absent while that is not known."),
+    Metric("line_room_bytes", "gauge", "What a rank's memory allows for the transients of a prefill step (auto)."),
+    Metric("line_pair_bytes", "gauge", "Bytes that a prefill step holds for each (row, key) (auto)."),
+    Metric("line_row_bytes", "gauge", "Bytes that a prefill step holds for each row (auto)."),
+    Metric("line_proven_tokens_squared", "gauge", "The largest prefill step so far (auto)."),
     Metric("rank_available_bytes", "gauge", "Memory available to the rank."),
     Metric("rank_beat_age_seconds", "gauge", "Time since the rank's own loop last turned."),
     Metric("rank_in_flight", "gauge", "Requests in the rank's scheduler."),
@@ -162,9 +167,22 @@ def _worker(worker: WorkerStatus) -> Iterator[Sample]:
         yield "worker_resident_bytes", name, sum(process.rss_bytes for process in worker.processes)
     yield "line_budget_tokens_squared", name, worker.line_budget
     yield "line_over_steps_total", name, worker.over_line_steps
+    yield from _auto(worker, name)
     for rank in worker.ranks:
         if rank.alive:
             yield from _rank(worker, rank)
+
+
+def _auto(worker: WorkerStatus, name: Mapping[str, str]) -> Iterator[Sample]:
+    if worker.line_auto is None:
+        return
+    yield "line_binds", name, worker.line_auto["binds"]
+    for rank in worker.line_auto["ranks"]:
+        labels = {**name, "rank": str(rank["rank"])}
+        yield "line_room_bytes", labels, rank["room_bytes"]
+        yield "line_pair_bytes", labels, rank["pair_bytes"]
+        yield "line_row_bytes", labels, rank["row_bytes"]
+        yield "line_proven_tokens_squared", labels, rank["proven_pairs"]
 
 
 def _rank(worker: WorkerStatus, rank: RankReading) -> Iterator[Sample]:

@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 
 from tightrank import __version__
+from tightrank.auto import Aim
 from tightrank.decide import Policy, missing_hooks
 from tightrank.records import LevelStatus, LineSpec, Phase, Snapshot, Status, WorkerReading, WorkerStatus
 from tightrank.watch import tightest
@@ -13,9 +14,9 @@ from tightrank.worker import Worker, hook_roles
 
 
 def build(name: str, started_unix: float, snapshot: Snapshot, workers: Sequence[Worker], policy: Policy,
-          draining: bool, levels: tuple[LevelStatus, ...] = ()) -> Status:
+          draining: bool, levels: tuple[LevelStatus, ...] = (), aims: Mapping[str, Aim] | None = None) -> Status:
     """Ready means: every worker is up. The reason is that of the first worker that is not."""
-    states = tuple(_worker(worker, snapshot, policy) for worker in workers)
+    states = tuple(_worker(worker, snapshot, policy, (aims or {}).get(worker.template.name)) for worker in workers)
     reasons = [f"{state.name}: {state.reason}" for state in states if not state.ready]
     if draining:
         reasons.insert(0, "the supervisor is stopping")
@@ -26,7 +27,7 @@ def build(name: str, started_unix: float, snapshot: Snapshot, workers: Sequence[
         tightest_rank=tightest(snapshot.workers), workers=states, levels=levels)
 
 
-def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
+def _worker(worker: Worker, snapshot: Snapshot, policy: Policy, aim: Aim | None) -> WorkerStatus:
     reading, spec, run = snapshot.workers[worker.template.name], worker.template, worker.run
     version = next((rank.engine_version for rank in reading.ranks if rank.engine_version), None)
     next_start = None if worker.next_start is None else \
@@ -38,8 +39,8 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
         host=spec.host, port=spec.port, restarts=worker.restarts, next_start_unix=next_start,
         diagnosis=worker.diagnosis, line=_line(spec.line, reading),
         line_budget=min(_facts(reading, "line_budget"), default=spec.line.budget) if spec.line else None,
-        over_line_steps=run.over_line_steps if run else 0,
- context_tokens=spec.context_tokens, ranks=reading.ranks,
+        over_line_steps=run.over_line_steps if run else 0, line_auto=asdict(aim) if aim else None,
+        context_tokens=spec.context_tokens, ranks=reading.ranks,
         processes=reading.processes, hooks_wanted=tuple(spec.hooks), log_tail=worker.tail(),
         served_model=spec.served_model, address=spec.address, transfer_port=spec.transfer_port,
         longest_step_seconds=run.longest_step_seconds if run else None, drains=worker.drains,

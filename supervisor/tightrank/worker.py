@@ -149,6 +149,7 @@ class Worker:
             end_trouble=self._ending.trouble(now) if self._ending else None, diagnosis=self.diagnosis,
             failures_in_row=self._failures, next_start_monotonic=self.next_start, requests=requests,
             restart_wanted=self._restart_wanted, line=spec.line, budget=run.budget if run else None,
+            context_tokens=spec.context_tokens, evidence=run.evidence(now) if run else (),
             shed=run.shed if run else None, prefill_width=run.width_now(now) if run else 0,
             stall=run.turns.stall if run else None)
 

@@ -83,7 +83,7 @@ def test_the_smallest_file(read: Read, tmp_path: Path) -> None:
      "tightrank.yaml:5: limits.drain: 1:30 must be a number with one of the units ms, s, m, h, for example 10s"),
     (GOOD + "limits: {backoff_longest: 500ms}\n",
      "tightrank.yaml:5: limits.backoff_longest: 500ms is less than limits.backoff_first, 1s; raise it"),
-    (GOOD + "line: {budget: 0}\n", "tightrank.yaml:5: line.budget: 0 must be between 1 and 1000000000000000"),
+    (GOOD + "line: {budget: 0}\n", "tightrank.yaml:5: line.budget: 0 must be between 1 and 1000000000000000; or it is auto"),
     (GOOD + "line: off\n", "tightrank.yaml:5: line: must be a mapping of keys and values; "
      "to switch the line off write hooks: [ranks]"),
     (GOOD + "guard:\n", "tightrank.yaml:5: guard: must be a mapping of keys and values"),

@@ -23,6 +23,7 @@ from tightrank.records import (
     WorkerReading,
     WorkerView,
 )
+from views import view as make_view
 
 LINE = LineSpec(budget=200_000_000, floor_budget=256 * 131072, minimum=256, maximum=2048, granule=256)
 GUARD = Guard(FLOOR, 512 * MIB, 0, *RULES.levels, "act")
@@ -30,14 +31,8 @@ LOW = FLOOR + 10 * MIB
 AMPLE = FLOOR + 8 * GIB
 
 
-def view(name: str = "w", phase: Phase = Phase.UP, **changes: Any) -> WorkerView:
-    base = WorkerView(
-        name=name, engine="vllm", role="both", phase=phase, generation=4, since_monotonic=0, started_monotonic=0,
-        progress_monotonic=0, start_stall_seconds=30, hooks=(), hook_roles=(), exit_status=None, proof=None, post_mortem=None,
-        fault_since_monotonic=None, probe=None, healthy_since_monotonic=None, guard_stops_at_start=0, ended=False,
-        end_trouble=None, diagnosis=None, failures_in_row=0, next_start_monotonic=None, requests=(), restart_wanted=False,
-        line=LINE, budget=LINE.budget)
-    return replace(base, **changes)
+def view(name: str = "w", **changes: Any) -> WorkerView:
+    return make_view(name, **{"line": LINE, "budget": LINE.budget, **changes})
 
 
 def rank(available: int | None = None, device: str | None = None, in_flight: int = 1, loops: int = 9) -> RankReading:

@@ -57,17 +57,17 @@ def test_a_foreign_datagram_is_a_wire_error(datagram: bytes) -> None:
 
 
 @pytest.mark.parametrize("datagram", [
-    wire.encode(STEP)[:-5], wire.encode(STEP).replace(b"[2,", b"[3,", 1), wire.encode(STEP).replace(b'"step"', b'"hop"'),
-    b'[2,"step"]', b'[2,["step"]]', b"\xff\xfe"])
+    wire.encode(STEP)[:-5], wire.encode(STEP).replace(b"[3,", b"[4,", 1), wire.encode(STEP).replace(b'"step"', b'"hop"'),
+    b'[3,"step"]', b'[3,["step"]]', b"\xff\xfe"])
 def test_a_torn_or_later_record_is_a_wire_error(datagram: bytes) -> None:
     with pytest.raises(wire.WireError, match=r"^record: "):
         wire.decode(datagram)
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", "not JSON"), ('{"schema": 2, "pid"', "not JSON"), ("[]", "schema None, wanted 2"),
-    ('{"schema": 1}', "schema 1, wanted 2: adapter and supervisor are of different versions"),
-    ('{"schema": 2}', "field pid is missing")])
+    ("", "not JSON"), ('{"schema": 3, "pid"', "not JSON"), ("[]", "schema None, wanted 3"),
+    ('{"schema": 1}', "schema 1, wanted 3: adapter and supervisor are of different versions"),
+    ('{"schema": 3}', "field pid is missing")])
 def test_a_hello_of_another_form_names_its_path(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "hello-1.json"
     path.write_text(text)
@@ -77,7 +77,7 @@ def test_a_hello_of_another_form_names_its_path(tmp_path: Path, text: str, messa
 
 def test_fields_of_a_later_minor_change_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "hello-1.json"
-    path.write_text(json.dumps({**HELLO._asdict(), "schema": 2, "later": True}))
+    path.write_text(json.dumps({**HELLO._asdict(), "schema": 3, "later": True}))
     assert wire.read_json(str(path), wire.Hello) == HELLO
 
 
@@ -119,7 +119,7 @@ def test_a_page_of_another_schema(tmp_path: Path) -> None:
     with open(tmp_path / "page", "r+b") as file:
         file.seek(8)
         file.write((9).to_bytes(8, "little"))
-    with pytest.raises(wire.WireError, match="schema 9, wanted 2"):
+    with pytest.raises(wire.WireError, match="schema 9, wanted 3"):
         pages.Page(str(tmp_path / "page"), "Q", False).read()
 
 
@@ -207,7 +207,7 @@ def test_a_run_directory_may_have_a_long_path(tmp_path: Path) -> None:
     ("facts", {"faults": [{"hook": "line", "where": [], "error": "", "replicated": True}]})])
 def test_a_hello_with_a_field_of_another_form_is_a_wire_error(tmp_path: Path, field: str, value: Any) -> None:
     path = tmp_path / "hello-12.json"
-    path.write_text(json.dumps({**HELLO._asdict(), "schema": 2, field: value}))
+    path.write_text(json.dumps({**HELLO._asdict(), "schema": 3, field: value}))
     with pytest.raises(wire.WireError, match=r"field|form"):
         wire.read_json(str(path), wire.Hello)
 

@@ -110,13 +110,18 @@ def device() -> Any:
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None
 
 
+def integrated(cuda: Any) -> bool:
+    """Whether the device computes in the host's memory."""
+    return bool(getattr(cuda.get_device_properties(cuda.current_device()), "is_integrated", False))
+
+
 def available() -> Memory:
     """Of this rank's device where that has memory of its own, else of the host. Raises as `host`, and what torch raises.
 
     Integrated devices use the host's memory, and what their driver calls free is MemFree: page cache is missing in it.
     """
     cuda = device()
-    if cuda is None or getattr(cuda.get_device_properties(cuda.current_device()), "is_integrated", False):
+    if cuda is None or integrated(cuda):
         return host()
     free_bytes, total_bytes = cuda.mem_get_info()
     return Memory(int(free_bytes), int(total_bytes), False)

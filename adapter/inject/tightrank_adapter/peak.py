@@ -4,16 +4,31 @@
 """
 import os
 import resource
-from typing import Optional
+import time
+from typing import Any, NamedTuple, Optional
 
-from . import memory
+from . import memory, pool
 
+LOOK_SECONDS = 0.5  # between two looks at what is available: 0.1 to 0.3 ms each, with cold caches
 _CLEAR_REFS = "/proc/self/clear_refs"
 _RESET_PEAK = b"5"  # proc(5): no privilege needed
 _known = False  # whether the kernel let us start a new peak (sandboxes such as gVisor do not)
 _descriptor = -1  # of _CLEAR_REFS, kept open
 # The most that this process held under another program, before exec: getrusage(2) never tells less. None: not looked at yet.
 _inherited: Optional[int] = None
+
+
+_looked = -LOOK_SECONDS
+
+
+class Rest(NamedTuple):
+    """Bytes as a step begins; None: not known, or not looked at this time."""
+    held: Optional[int] = None  # what the peak rises from
+    available: Optional[int] = None  # to this rank, with what its allocator only keeps
+    untouched: Optional[int] = None  # of its KV cache
+
+
+NO_REST = Rest()
 
 
 def _forget() -> None:
@@ -39,6 +54,27 @@ def reset() -> None:
         _known = False
     if _known and _inherited is None:
         _inherited = max(_usage_bytes(), _status_bytes() or 0)
+
+
+def rest() -> Rest:
+    """To be asked right after `reset`."""
+    global _looked
+    cuda = memory.device()
+    held = read() if cuda is None else int(cuda.memory_allocated())
+    now = time.monotonic()
+    if now - _looked < LOOK_SECONDS:
+        return Rest(held)
+    _looked = now
+    return Rest(held, _available(cuda), pool.untouched_bytes())
+
+
+def _available(cuda: Any) -> Optional[int]:
+    """With what the allocator only keeps: the next step takes that first."""
+    try:
+        free = memory.available().free_bytes
+    except (OSError, ValueError, KeyError):
+        return None
+    return free if cuda is None else free + int(cuda.memory_reserved()) - int(cuda.memory_allocated())
 
 
 def read() -> Optional[int]:

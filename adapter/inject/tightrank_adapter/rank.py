@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any, Dict, List, Optional
 
-from . import boot, pages, stacks, wire
+from . import boot, pages, peak, stacks, wire
 
 _settings: Optional[wire.Settings] = None
 _directory = ""
@@ -138,16 +138,25 @@ def beat(in_flight: Optional[int] = None) -> None:
         me.page.beat()
 
 
-def starts(chunks: List[List[int]]) -> None:
-    """A prefill step of these chunks begins: how long it may take depends on them."""
+def watches_memory() -> bool:
+    """Whether steps tell the memory that they began with: the line's budget is derived from it."""
+    return bool(settings().hooks.get("ranks", {}).get(wire.PEAKS))
+
+
+def starts(chunks: List[List[int]]) -> peak.Rest:
+    """A prefill step of these chunks begins: a new peak. The beat page tells how long it may take."""
+    peak.reset()
+    rest = peak.rest() if watches_memory() else peak.NO_REST
     me = _mine()
     if me is not None:
         rows, width = sum(new for _, new in chunks), max((prefix + new for prefix, new in chunks), default=0)
         me.page.step_cost = wire.step_cost(rows, width)
         me.page.beat()
+    return rest
 
 
-def step(chunks: List[List[int]], budget: int, over: bool, milliseconds: float, peak_bytes: Optional[int]) -> None:
+def step(chunks: List[List[int]], budget: int, over: bool, milliseconds: float, peak_bytes: Optional[int],
+         rest: peak.Rest = peak.NO_REST) -> None:
     """One prefill step: `chunks` are [prefix, new tokens] per request, `budget` is the line's (token²) at that step."""
     me = _mine()
     if me is None:
@@ -158,7 +167,7 @@ def step(chunks: List[List[int]], budget: int, over: bool, milliseconds: float, 
     me.page.steps += 1
     me.page.prefill_tokens += rows
     me.sender.send(wire.Step(settings().generation, me.pid, me.sequence, me.identity["rank"] or 0, time.monotonic_ns(),
-                             rows, width, budget, over, milliseconds, peak_bytes, chunks))
+                             rows, width, budget, over, milliseconds, peak_bytes, chunks, *rest))
 
 
 def fault(hook: str, where: str, error: str, replicated: bool) -> None:

@@ -18,7 +18,7 @@ import socket
 from _thread import get_native_id
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
-SCHEMA = 2
+SCHEMA = 3
 SETTINGS, CONTROL, RECORDS = "settings.json", "control", "records.sock"
 BUDGET_KEY = "tightrank_line_budget"  # SGLang: POST /set_internal_state {"server_args": {BUDGET_KEY: token²}}
 ENV_ADAPTER, ENV_RUN = "TIGHTRANK_ADAPTER", "TIGHTRANK_RUN"
@@ -38,6 +38,7 @@ HOOK_ROLES: Dict[str, Dict[str, Tuple[str, ...]]] = {
 
 WANTED, IN_FORCE, OBSERVING, SKIPPED, FAILED = "wanted", "in-force", "observing", "skipped", "failed"
 DEGRADED = "degraded"          # after faults of ours: it answers its fallback, or nothing, from here on
+PEAKS = "peaks"                # among the values of the hook `ranks`: steps tell the memory that they began with
 OBSERVE = "observe"            # among the values of a hook: it computes and records, and changes nothing
 
 
@@ -48,9 +49,9 @@ class WireError(Exception):
 class Settings(NamedTuple):
     """settings.json. `hooks` maps each wanted hook to its values; `drill` asks for a fault of ours (fault.py).
 
-    line: the keyword arguments of `line.chunk_tokens` and "budget"; tokens and token². indexer: "budget_bytes".
-    headroom: "fraction" (of the rank's memory) or "bytes" (one, or one per rank) with "terms" (what the bytes are made
-    of), and "ranks" (of this worker on this host). empty-cache: "when" and "mark_bytes". Any of them: OBSERVE.
+    ranks: PEAKS, or nothing. line: the keyword arguments of `line.chunk_tokens` and "budget"; tokens and token². indexer:
+    "budget_bytes". headroom: "fraction" (of the rank's memory) or "bytes" (one, or one per rank) with "terms" (what the bytes
+    are made of), and "ranks" (of this worker on this host). empty-cache: "when" and "mark_bytes". Any of them: OBSERVE.
     """
     worker: str
     generation: int
@@ -104,7 +105,11 @@ class Beat(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One prefill step of one rank. rows x width <= budget is the line; chunks are [prefix, new tokens] per request."""
+    """One prefill step of one rank. rows x width <= budget is the line; chunks are [prefix, new tokens] per request.
+
+    As it began, where the hook `ranks` has PEAKS: `rest_bytes`, what `peak_bytes` rose from; `available_bytes` to this rank;
+    `untouched_bytes` of its KV cache, which count as available and are not. None: not known, or not looked at for this step.
+    """
     generation: int
     pid: int
     sequence: int
@@ -117,6 +122,9 @@ class Step(NamedTuple):
     milliseconds: float
     peak_bytes: Optional[int]
     chunks: List[List[int]]
+    rest_bytes: Optional[int] = None
+    available_bytes: Optional[int] = None
+    untouched_bytes: Optional[int] = None
 
 
 class Fault(NamedTuple):

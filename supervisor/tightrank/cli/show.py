@@ -44,6 +44,8 @@ def _worker(worker: Json, colour: bool, now: float) -> list[str]:
         lines.append(f"  line  {worker['line_budget']:.3g} token², chunks {line['minimum']} to {line['maximum']} by "
                      f"{line['granule']}, longest request {worker['context_tokens']} tokens, "
                      f"{worker['over_line_steps']} steps over the line")
+    if worker.get("line_auto"):
+        lines.append(f"  line  {worker['line_auto']['sentence']}")
     if worker.get("headroom"):
         lines.append(f"  headroom  {worker['headroom']['sentence']}")
     lines += [_rank(rank) for rank in worker["ranks"]]

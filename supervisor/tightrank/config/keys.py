@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tightrank.config.units import Choice, Duration, Kind, ListOf, Path, Reserve, Size, TableOf, Text, Url, Whole
+from tightrank.config.units import Choice, Duration, Kind, ListOf, OrWord, Path, Reserve, Size, TableOf, Text, Url, Whole
 
 ENGINES = ("vllm", "sglang", "atom")
 HOOKS = ("ranks", "line", "indexer", "headroom", "empty-cache", "heads")
@@ -88,8 +88,10 @@ _ALL = (
     *_level("abort"),
     Key("guard.stop.mode", Choice(("act", "dry-run")), "Level stop: under guard.floor the guard ends all ranks. dry-run: only "
         "says that it would; the host is then protected by nobody.", "act"),
-    Key("line.budget", Whole(1, 10**15), "Token² budget B: new tokens x longest key length of a batch stay under it.",
-        "2.0e8"),
+    Key("line.budget", OrWord("auto", Whole(1, 10**15)), "Token² budget B: new tokens x longest key length of a batch stay "
+        "under it. auto: measured while it serves, for the rank with the least memory.", "2.0e8"),
+    Key("line.start", Whole(1, 10**15), "Token² budget that `auto` starts from.",
+        unset="2.0e8 while it starts, then what is available / headroom.pair_bytes"),
     Key("line.minimum", _TOKENS, "Smallest chunk (tokens) of a request that was accepted.", "256"),
     Key("line.maximum", _TOKENS, "Largest chunk (tokens), at a short prefix.",
         unset="the chunk flag in `args`, else 2048"),

@@ -14,6 +14,7 @@ from tightrank.config.flags import without_secrets
 from tightrank.config.keys import COMMANDS, KEYS, LEVELS, USUAL_HOOKS, Key
 from tightrank.config.secrets import read_secret
 from tightrank.config.shape import (
+    AUTO,
     Config,
     EmptyCache,
     Gateway,
@@ -248,6 +249,9 @@ def _check_across(config: Config) -> None:
         raise config.error("observe", f"{', '.join(config.observe)}: name each hook once")
     if alien := sorted(set(config.observe) - set(config.hooks)):
         raise config.error("observe", f"{', '.join(alien)}: not in hooks ({', '.join(config.hooks)}); add it there")
+    if config.line.start is not None and config.line.budget != AUTO:
+        raise config.error("line.start", f"{config.line.start} is for line.budget auto, which is {config.line.budget}; leave "
+                           "one of them out")
     if config.indexer.budget_bytes % 2**20:
         below = config.indexer.budget_bytes >> 20
         raise config.error("indexer.budget", f"{config.indexer.budget_bytes} bytes: must be whole MiB, as engines take it; "

@@ -12,7 +12,9 @@ from typing import Any
 
 from tightrank.errors import ConfigError
 
-SCHEMA = 2
+SCHEMA = 3
+AUTO = "auto"
+FIRST_BUDGET = 200_000_000         # token², of the published analysis
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,19 @@ class Guard:
 @dataclass(frozen=True, slots=True)
 class Line:
     """The line as asked for (token², tokens). None: the plan chooses. In force when `hooks` holds "line"."""
-    budget: int
+    budget: int | str              # or AUTO
+    start: int | None
     minimum: int
     maximum: int | None
     granule: int | None
     rule: str
     step: str
     context: int | None
+
+    @property
+    def first_budget(self) -> int:
+        """What the engine starts with."""
+        return self.budget if isinstance(self.budget, int) else self.start or FIRST_BUDGET
 
 
 @dataclass(frozen=True, slots=True)

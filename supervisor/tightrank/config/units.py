@@ -158,6 +158,26 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
+class OrWord:
+    """A whole number, or one word."""
+    word: str
+    number: Whole
+    suffix: str = ""
+
+    def parse(self, text: str) -> int | str:
+        if text == self.word:
+            return text
+        try:
+            return self.number.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{error}; or it is {self.word}") from None
+
+    def schema(self) -> dict[str, Any]:
+        found = self.number.schema()
+        return {**found, "pattern": f"^({self.word}|{_COUNT.pattern})$"}
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One of a few words."""
     words: tuple[str, ...]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
+from tightrank import auto
 from tightrank.adapter import line
 from tightrank.config import Guard
 from tightrank.config.units import format_size
@@ -47,6 +48,7 @@ class Levels:
     host: Ladder = field(default_factory=Ladder)
     workers: Mapping[str, tuple[int, str, Ladder]] = field(default_factory=dict)
     dry: Mapping[str, tuple[int, Wanted]] = field(default_factory=dict)
+    aims: Mapping[str, auto.Aim] = field(default_factory=dict)     # the budgets of `auto` lines, from which a level lowers
     dry_stops: int | None = None           # crossings of the floor in a dry run of `stop`, as the guard counts them
 
     @property
@@ -67,9 +69,10 @@ class Levels:
 def step(before: Levels, guard: Guard, snapshot: Snapshot, views: Sequence[WorkerView]
          ) -> tuple[Levels, list[Event], list[Decision]]:
     """The levels now, what they say (with what a dry run would do), and what is to be done."""
-    rules = rules_now(guard, snapshot.guard)
+    rules, aims = rules_now(guard, snapshot.guard), auto.step(before.aims, guard, snapshot, views)
+    views = auto.based(views, aims)
     after = Levels(advance(before.host, rules, _host_sample(snapshot)), dict(_workers(before, rules, snapshot, views)),
-                   dry_stops=snapshot.guard.get("dry_stops"))
+                   aims=aims, dry_stops=snapshot.guard.get("dry_stops"))
     serving = [view for view in views if view.phase in _SERVING]
     dry = {view.name: (view.generation, wanted(after, guard, rules, view, "dry-run")) for view in serving}
     after = replace(after, dry=dry)
@@ -190,12 +193,14 @@ def _held(levels: Levels, guard: Guard, rules: Rules, view: WorkerView) -> Itera
 
 
 def _changes(levels: Levels, rules: Rules, view: WorkerView, held: Wanted, want: Wanted) -> Iterator[Decision]:
+    tight = levels.depth(view.name, "tighten") > 0 or not view.line_why
     why = _why(levels, rules, view.name)
+    said, reason = (why, "memory") if tight else (view.line_why, "auto")
     if want.budget is not None and held.budget is not None and want.budget != held.budget:
         way = "lowering" if want.budget < held.budget else "raising"
         yield Decision(ActionKind.TIGHTEN, view.name, view.generation,
-                       f"{way} the line's budget from {held.budget:,} to {want.budget:,} token²: {why}",
-                       reason="memory" if want.budget < held.budget else "memory-back", budget=want.budget)
+                       f"{way} the line's budget from {held.budget:,} to {want.budget:,} token²: {said}",
+                       reason=reason if want.budget < held.budget or not tight else "memory-back", budget=want.budget)
     if (want.shed is None) != (held.shed is None):
         words = f"refusing prompts of more than {want.shed.new_tokens} new tokens" if want.shed else "taking all prompts again"
         yield Decision(ActionKind.SHED, view.name, view.generation, f"{words}: {why}",
@@ -216,6 +221,8 @@ def _dry(before: Levels, after: Levels, rules: Rules, views: Sequence[WorkerView
         generation, held = before.dry.get(view.name, (0, None))
         if held is None or generation != view.generation:
             held = Wanted(view.line.budget if view.line else None, None)
+        elif before.depth(view.name, "tighten") == after.depth(view.name, "tighten"):
+            held = replace(held, budget=after.dry[view.name][1].budget)          # an `auto` line moves without a level
         for decision in _changes(after, rules, view, held, after.dry[view.name][1]):
             yield Event(unix, "dry-run", view.name, view.generation, f"dry run: {decision.sentence}",
                         {"action": decision.kind.value, "reason": decision.reason})

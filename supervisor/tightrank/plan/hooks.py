@@ -87,6 +87,11 @@ def _idle_keys(config: Config) -> list[str]:
             and (section := key.partition(".")[0]) in sections and sections[section] not in config.hooks]
 
 
+def _ranks(case: _Case) -> dict[str, Any]:
+    auto = case.chosen is not None and case.chosen.spec.auto and case.acts("line")
+    return {wire.PEAKS: True} if auto else {}
+
+
 def _line(case: _Case) -> dict[str, Any]:
     assert case.chosen is not None
     return {"budget": case.chosen.spec.budget, **case.chosen.spec.keywords()}
@@ -142,7 +147,7 @@ def _empty_cache(case: _Case) -> dict[str, Any]:
     return {"when": wanted.when, "mark_bytes": mark}
 
 
-_VALUES = {"line": _line, "indexer": _indexer, "headroom": _headroom, "empty-cache": _empty_cache}
+_VALUES = {"ranks": _ranks, "line": _line, "indexer": _indexer, "headroom": _headroom, "empty-cache": _empty_cache}
 
 
 def _score_variables(case: _Case) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tightrank.adapter import line
-from tightrank.config import Config, Worker
+from tightrank.config import AUTO, Config, Line, Worker
 from tightrank.config.flags import FLAGS
 from tightrank.engines.base import Engine, number
 from tightrank.errors import ConfigError
@@ -70,11 +70,20 @@ def choose(config: Config, index: int, engine: Engine, inputs: Inputs) -> Chosen
     longest = _longest(config, granule)
     context, cap, note = _context(case, granule, longest)
     wanted = config.line
-    spec = LineSpec(budget=wanted.budget, floor_budget=min(wanted.budget, wanted.minimum * context),
-                    minimum=wanted.minimum, maximum=maximum, granule=granule, rule=wanted.rule, step=wanted.step)
+    first, auto = wanted.first_budget, wanted.budget == AUTO
+    spec = LineSpec(budget=first, floor_budget=min(first, wanted.minimum * context), minimum=wanted.minimum, maximum=maximum,
+                    granule=granule, rule=wanted.rule, step=wanted.step, auto=auto,
+                    assumed_pair_bytes=config.headroom.pair_bytes if auto and wanted.start is None else 0)
     assumed = () if wanted.granule else (f"granule {granule} is assumed; the engine's own is known once it runs, "
                                          "and chunks are multiples of both",)
-    return Chosen(spec, context, cap, (note, *assumed))
+    return Chosen(spec, context, cap, (note, *assumed, *_auto_note(spec)))
+
+
+def _auto_note(spec: LineSpec) -> tuple[str, ...]:
+    if not spec.auto:
+        return ()
+    then = f"then {spec.assumed_pair_bytes} bytes for each (row, key) are assumed" if spec.assumed_pair_bytes else "it stays"
+    return (f"line.budget auto: the engine starts with {spec.budget:,} token², {then} until its steps have told",)
 
 
 def _maximum(case: _Case) -> int:
@@ -115,11 +124,11 @@ def _near(tokens: int, granule: int) -> str:
 
 def _longest(config: Config, granule: int) -> int:
     wanted = config.line
-    longest: int = line.longest_prompt(wanted.budget, minimum=wanted.minimum, granule=granule, rule=_rule(wanted.rule))
+    longest: int = line.longest_prompt(wanted.first_budget, minimum=wanted.minimum, granule=granule, rule=_rule(wanted.rule))
     if not longest:
         least = wanted.minimum ** (2 if wanted.rule == "span" else 1)
-        raise config.error("line.budget", f"{wanted.budget} does not hold one chunk of line.minimum {wanted.minimum}; "
-                           f"use at least {least}")
+        raise config.error(_budget_key(wanted), f"{wanted.first_budget} does not hold one chunk of line.minimum "
+                           f"{wanted.minimum}; use at least {least}")
     return longest
 
 
@@ -147,9 +156,13 @@ def _too_long(case: _Case, shown: str, wanted: int, longest: int) -> ConfigError
     minimum, rule = case.config.line.minimum, case.config.line.rule
     budget = minimum * (wanted if rule == "span" else wanted - minimum)
     key = "line.context" if case.config.line.context is not None else case.where
-    return case.config.error(key, f"{shown} is more than the line allows, {longest} (line.budget "
-                             f"{case.config.line.budget} at line.minimum {minimum}); set {longest} or less, or "
-                             f"line.budget to {budget} or more")
+    return case.config.error(key, f"{shown} is more than the line allows, {longest} ("
+                             f"{_budget_key(case.config.line)} {case.config.line.first_budget} at line.minimum {minimum}); set "
+                             f"{longest} or less, or {_budget_key(case.config.line)} to {budget} or more")
+
+
+def _budget_key(wanted: Line) -> str:
+    return "line.start" if wanted.budget == AUTO else "line.budget"
 
 
 def _rule(rule: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from tightrank.records.reading import Line
 from tightrank.records.spec import LineSpec
@@ -115,6 +116,9 @@ class WorkerView:
     line: LineSpec | None = None
     budget: int | None = None              # token², as we last told the engine
     shed: Shed | None = None
+    line_why: str = ""                     # auto: why `line.budget` is what it is
+    context_tokens: int | None = None
+    evidence: tuple[Any, ...] = ()         # auto: of each rank's steps, see auto/peaks.py
     prefill_width: int = 0                 # keys of its last prefill step: how long the prompt is by now
 
 

@@ -16,6 +16,8 @@ class LineSpec:
     granule: int
     rule: str = "span"
     step: str = "granule"
+    auto: bool = False             # `budget` is where it starts
+    assumed_pair_bytes: int = 0    # auto: bytes for each (row, key) until steps have told; 0: the start was given, and stays
 
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments of `line.chunk_tokens`."""

@@ -48,6 +48,7 @@ class WorkerStatus:
     processes: tuple[ProcessReading, ...]
     hooks_wanted: tuple[str, ...]
     log_tail: tuple[str, ...]
+    line_auto: Mapping[str, Any] | None = None   # why the budget is what it is, rank by rank (auto.Aim); None: it is fixed
     served_model: str = ""
     address: str = ""                      # how other machines reach it; "": not known
     transfer_port: int | None = None       # where its peers ask for KV; None: nowhere

@@ -12,6 +12,7 @@ HOOK = "ranks"
 
 class _Started(NamedTuple):
     chunks: List[List[int]]
+    rest: peak.Rest
     nanoseconds: int
 
 
@@ -31,12 +32,11 @@ def _starts(runner: Any, batch: Any) -> Optional[_Started]:
         return None
     rows = zip(batch.num_cached_tokens, batch.num_scheduled_tokens, strict=False)
     chunks = [[int(prefix), int(new)] for prefix, new in rows][:batch.total_seqs_num_prefill]
-    peak.reset()
-    rank.starts(chunks)
-    return _Started(chunks, time.monotonic_ns())
+    return _Started(chunks, rank.starts(chunks), time.monotonic_ns())
 
 
 def _ended(started: Optional[_Started], result: Any, runner: Any, batch: Any) -> None:
     """Milliseconds are those of the call: on a GPU up to the last launch. There is no line here, hence budget 0."""
     if started is not None:
-        rank.step(started.chunks, 0, False, round((time.monotonic_ns() - started.nanoseconds) / 1e6, 3), peak.read())
+        milliseconds = round((time.monotonic_ns() - started.nanoseconds) / 1e6, 3)
+        rank.step(started.chunks, 0, False, milliseconds, peak.read(), started.rest)

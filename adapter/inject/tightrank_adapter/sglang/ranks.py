@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from typing import Any, Callable, Dict, Optional, Tuple
 
-from .. import fault, rank, wire
+from .. import fault, pool, rank, wire
 from . import steps
 
 HOOK = "ranks"
@@ -81,6 +81,8 @@ def _verify(self: Any) -> None:
             raise fault.Missing("%s.%s" % (type(self).__qualname__, name), "an override without the hook")
     rank.locate(self.tp_worker.model_runner.gpu_id)
     rank.fact("kv_tokens", int(self.max_total_num_tokens))
+    if rank.watches_memory():
+        pool.watch(getattr(self.tp_worker.model_runner, "token_to_kv_pool", None))
     rank.hook(HOOK, wire.IN_FORCE)
 
 

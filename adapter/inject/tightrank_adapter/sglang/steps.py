@@ -18,6 +18,7 @@ class _Step(NamedTuple):
     chunks: List[List[int]]
     budget: int
     over: bool
+    rest: peak.Rest
     peak_bytes: Optional[int]
 
 
@@ -35,9 +36,8 @@ def _before_run(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Optional[_S
     if not batch.forward_mode.is_extend():
         return None
     chunks = [[int(prefix), int(new)] for prefix, new in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
-    peak.reset()
-    rank.starts(chunks)
-    return _Step(time.monotonic(), chunks, line.budget(), line.is_over(chunks), None)
+    rest = rank.starts(chunks)
+    return _Step(time.monotonic(), chunks, line.budget(), line.is_over(chunks), rest, None)
 
 
 def _after_run(step: Optional[_Step], result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -61,4 +61,4 @@ def _after_result(token: None, result: Any, self: Any, batch: Any, *args: Any, *
 
 
 def _send(step: _Step, since: float) -> None:
-    rank.step(step.chunks, step.budget, step.over, (time.monotonic() - since) * 1000.0, step.peak_bytes)
+    rank.step(step.chunks, step.budget, step.over, (time.monotonic() - since) * 1000.0, step.peak_bytes, step.rest)

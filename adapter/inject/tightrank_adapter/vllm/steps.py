@@ -5,7 +5,7 @@ Read from the scheduler's output as it reaches the worker, so a record also prov
 import time
 from typing import Any, List, NamedTuple, Optional, Tuple
 
-from .. import fault, peak, rank
+from .. import fault, peak, pool, rank
 
 HOOK = "ranks"
 BUDGET = "tightrank_budget"  # attribute of the scheduler's output, set by the hook `line`; it survives pickling
@@ -14,6 +14,7 @@ BUDGET = "tightrank_budget"  # attribute of the scheduler's output, set by the h
 class _Started(NamedTuple):
     chunks: List[List[int]]
     budget: int
+    rest: peak.Rest
     nanoseconds: int
 
 
@@ -22,6 +23,12 @@ def install(module: Any) -> None:
     owner = fault.require(module, "Worker")
     fault.wrap(owner, "execute_model", HOOK, before=_starts, after=_ended)
     fault.wrap(owner, "init_device", HOOK, after=_bound)
+    if rank.watches_memory():
+        fault.wrap(owner, "initialize_from_config", HOOK, after=_filled)
+
+
+def _filled(token: None, result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+    pool.watch(getattr(worker.model_runner, "kv_caches", None))
 
 
 def _bound(token: None, result: None, worker: Any) -> None:
@@ -66,16 +73,14 @@ def _starts(worker: Any, scheduler_output: Any) -> Optional[_Started]:
     chunks = prefill_chunks(scheduler_output)
     if not chunks:
         return None
-    peak.reset()
-    rank.starts(chunks)
-    return _Started(chunks, budget or 0, time.monotonic_ns())
+    return _Started(chunks, budget or 0, rank.starts(chunks), time.monotonic_ns())
 
 
 def _ended(started: Optional[_Started], result: Any, worker: Any, scheduler_output: Any) -> None:
     """Milliseconds are those of the call: on a CPU the whole forward pass, on a GPU up to the last launch."""
     if started is not None:
         milliseconds = (time.monotonic_ns() - started.nanoseconds) / 1e6
-        rank.step(started.chunks, started.budget, _is_over(started), round(milliseconds, 3), peak.read())
+        rank.step(started.chunks, started.budget, _is_over(started), round(milliseconds, 3), peak.read(), started.rest)
 
 
 def _is_over(started: _Started) -> bool:

@@ -1,0 +1,228 @@
+"""What a prefill step holds at its peak, from the records of one rank. Pure but for what it remembers.
+
+    rise = step + max(short_row·T, row·T + pair·T·W)        T rows, W the longest key length, bytes
+
+`pair` is what the line bounds: scores of each row against each key. `row` is what a row costs however long the prompt is; a
+buffer over the engine's largest length is among it. With a short prompt another phase of the step sets the peak: `short_row`.
+Measured on a DeepSeek-V4 (docs/hooks.md): 48 KiB a row, then 22 KiB a row and 1.00 byte a pair.
+"""
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tightrank_adapter.wire import Step
+
+SAMPLES = 8                # before anything is said
+SPAN = 2.0                 # of widths, smallest to largest: else `pair` cannot be told from `row`
+RATIO, KEPT = 1.5, 3       # samples are kept by width: a few of each band, so that long prompts do not push out short ones
+HALF_LIFE, STALE = 24, 0.03        # steps after which a sample counts half; what it counts at the least
+LATEST = 3                 # of the steps with the most pairs: two of them over the fit raise it at once
+REFIT_SECONDS = 1.0
+NOISE_BYTES = 1 << 20      # of a reading: the kernel counts pages by batches (mm/memory.c, percpu_counter)
+UNBOUNDED = 10**15         # token²: more than any configuration may ask for
+_ROUNDS = 5                # of reweighting
+_TURNS = 5                 # places at which the other phase may end
+_WORTH = 4                 # times closer with a constant
+_HUBER = 1.345             # 95 % efficient for normal errors (Huber 1964)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One step: rows, longest key length, bytes from rest to peak; `number` grows with time."""
+    rows: int
+    width: int
+    rise_bytes: int
+    number: int = 0
+
+    @property
+    def pairs(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Bytes for each (row, key), for each row, for each row of a short prompt, and for a step."""
+    pair_bytes: float
+    row_bytes: float
+    short_row_bytes: float
+    step_bytes: float
+    samples: int
+
+    def rise_bytes(self, rows: int, width: int) -> float:
+        """At the peak of a step."""
+        return self.step_bytes + rows * max(self.short_row_bytes, self.row_bytes + self.pair_bytes * width)
+
+    def pairs(self, room_bytes: float, rows: int) -> int:
+        """The largest rows x width that a step of at most `rows` may have; 0: its rows alone are too much."""
+        left = room_bytes - self.step_bytes - rows * self.row_bytes
+        if left <= 0 or room_bytes < self.step_bytes + rows * self.short_row_bytes:
+            return 0
+        return int(min(left / self.pair_bytes, UNBOUNDED)) if self.pair_bytes else UNBOUNDED
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What one rank's steps have told so far. `available_bytes`, `untouched_bytes`: as a step began, see wire.Step."""
+    rank: int
+    fit: Fit | None
+    proven_pairs: int              # of the largest step that was lived through
+    proven_bytes: int              # that it held
+    available_bytes: int | None
+    untouched_bytes: int | None
+
+
+@dataclass(slots=True)
+class Peaks:
+    """The steps of one rank in one generation."""
+    rank: int
+    proven_pairs: int = 0
+    proven_bytes: int = 0
+    available_bytes: int | None = None
+    untouched_bytes: int | None = None
+    _bands: dict[int, deque[Sample]] = field(default_factory=dict)
+    _latest: deque[Sample] = field(default_factory=lambda: deque(maxlen=LATEST))
+    _fit: Fit | None = None
+    _fitted: float = float("-inf")
+    _stale: bool = False
+    _urgent: bool = False
+
+    def learn(self, step: Step) -> None:
+        """A few comparisons: it runs for each step."""
+        if step.available_bytes is not None:
+            self.available_bytes, self.untouched_bytes = step.available_bytes, step.untouched_bytes
+        if step.peak_bytes is None or step.rest_bytes is None or not step.rows:
+            return
+        sample = Sample(step.rows, step.width, max(step.peak_bytes - step.rest_bytes, 0), step.sequence)
+        self._bands.setdefault(_band(sample.width), deque(maxlen=KEPT)).append(sample)
+        if sample.pairs > self.proven_pairs:
+            self.proven_pairs, self.proven_bytes = sample.pairs, sample.rise_bytes
+        if 2 * sample.pairs >= self.proven_pairs:
+            self._latest.append(sample)
+            self._urgent |= self._fit is not None and sample.rise_bytes > self._fit.rise_bytes(*sample.shape) + NOISE_BYTES
+        self._stale = True
+
+    def evidence(self, now: float) -> Evidence:
+        """Fits anew what has come, once in REFIT_SECONDS (it takes some milliseconds) or when a large step was over the fit."""
+        if self._urgent or (self._stale and now - self._fitted >= REFIT_SECONDS):
+            self._fit = fit([each for band in self._bands.values() for each in band], tuple(self._latest))
+            self._fitted, self._stale, self._urgent = now, False, False
+        return Evidence(self.rank, self._fit, self.proven_pairs, self.proven_bytes, self.available_bytes, self.untouched_bytes)
+
+
+def _band(width: int) -> int:
+    """The number of the band of widths, each RATIO times the one before."""
+    number, edge = 0, 256.0
+    while edge < width:
+        number, edge = number + 1, edge * RATIO
+    return number
+
+
+def fit(samples: Sequence[Sample], latest: Sequence[Sample] = ()) -> Fit | None:
+    """None: too few, or too much alike to tell the terms apart. `latest` may raise `pair_bytes`, and cannot lower it."""
+    ordered = sorted(samples, key=lambda sample: sample.width)
+    if len(ordered) < SAMPLES or ordered[-1].width < SPAN * ordered[0].width:
+        return None
+    found = [_from(ordered, len(ordered) * turn // (2 * _TURNS)) for turn in range(_TURNS)]
+    best = min((each for each in found if each is not None), key=lambda each: _misses(each, ordered), default=None)
+    return _raised(best, latest) if best is not None else None
+
+
+def _from(ordered: Sequence[Sample], first: int) -> Fit | None:
+    """The terms by the samples from `first` on, and the other phase by those before."""
+    terms = _terms(ordered[first:])
+    if terms is None:
+        return None
+    step, row, pair = terms
+    short = median(max(each.rise_bytes - step, 0.0) / each.rows for each in ordered[:first]) if first else 0.0
+    return Fit(pair, row, short, step, len(ordered))
+
+
+def _misses(found: Fit, samples: Sequence[Sample]) -> float:
+    return sum(abs(each.rise_bytes - found.rise_bytes(each.rows, each.width)) for each in samples)
+
+
+def _raised(found: Fit, latest: Sequence[Sample]) -> Fit:
+    """With the `pair_bytes` of the latest large steps where it is more: one spike does not count, a drift does."""
+    own = [(each.rise_bytes - NOISE_BYTES - found.step_bytes - each.rows * found.row_bytes) / each.pairs for each in latest]
+    seen = median(own) if len(own) == LATEST else 0.0
+    return replace(found, pair_bytes=max(seen, found.pair_bytes))
+
+
+# --- least squares ----------------------------------------------------------------------------------------------------
+
+Terms = tuple[float, float, float]         # step, row, pair
+
+
+def _terms(samples: Sequence[Sample]) -> Terms | None:
+    """Huber's estimate by iterated reweighting, with no term under 0: the first choice of terms that has none.
+
+    Under a line that binds rows x width hardly varies, and a constant takes what belongs to `pair`, which then lets the budget
+    go too far. So there is one only where the steps cannot be told without it.
+    """
+    if len(samples) < SAMPLES // 2 or samples[-1].width < SPAN * samples[0].width:
+        return None
+    rows = [(1.0, float(each.rows), float(each.pairs)) for each in samples]
+    rises = [float(each.rise_bytes) for each in samples]
+    newest = max(each.number for each in samples)
+    fresh = [max(0.5 ** ((newest - each.number) / HALF_LIFE), STALE) for each in samples]
+    varied = max(each.rows for each in samples) >= SPAN * min(each.rows for each in samples)
+    plain = _first(rows, rises, fresh, ((1, 2), (2,), (1,)))
+    constant = _first(rows, rises, fresh, ((0, 1, 2), (0, 2))) if varied else None
+    if plain is None or constant is None:
+        return plain or constant
+    misses = [median(_distances(rows, rises, each)) for each in (plain, constant)]
+    return constant if misses[0] > NOISE_BYTES + _WORTH * misses[1] else plain
+
+
+def _first(rows: Sequence[Terms], rises: Sequence[float], fresh: Sequence[float], choices: Sequence[Sequence[int]]
+           ) -> Terms | None:
+    found = (_huber(rows, rises, fresh, chosen) for chosen in choices)
+    return next((each for each in found if each is not None and min(each) >= 0.0), None)
+
+
+def _distances(rows: Sequence[Terms], rises: Sequence[float], found: Terms) -> list[float]:
+    return [abs(rise - sum(a * b for a, b in zip(row, found, strict=True))) for row, rise in zip(rows, rises, strict=True)]
+
+
+def _huber(rows: Sequence[Terms], rises: Sequence[float], fresh: Sequence[float], chosen: Sequence[int]) -> Terms | None:
+    weights, found = list(fresh), None
+    for _ in range(_ROUNDS):
+        found = _solved(rows, rises, weights, chosen)
+        if found is None:
+            return None
+        misses = _distances(rows, rises, found)
+        limit = _HUBER * max(1.4826 * median(misses), NOISE_BYTES)
+        weights = [old if miss <= limit else old * limit / miss for old, miss in zip(fresh, misses, strict=True)]
+    return found
+
+
+def _solved(rows: Sequence[Terms], rises: Sequence[float], weights: Sequence[float], chosen: Sequence[int]) -> Terms | None:
+    """Weighted normal equations of the chosen columns, each scaled to its largest value; None: they are not independent."""
+    scales = [max(row[column] for row in rows) for column in chosen]
+    size = len(chosen)
+    matrix = [[sum(weight * row[a] * row[b] for row, weight in zip(rows, weights, strict=True)) / (scales[i] * scales[j])
+               for j, b in enumerate(chosen)]
+              + [sum(weight * row[a] * rise for row, rise, weight in zip(rows, rises, weights, strict=True)) / scales[i]]
+              for i, a in enumerate(chosen)]
+    for pivot in range(size):
+        best = max(range(pivot, size), key=lambda number: abs(matrix[number][pivot]))
+        matrix[pivot], matrix[best] = matrix[best], matrix[pivot]
+        if abs(matrix[pivot][pivot]) < 1e-6 * len(rows):
+            return None
+        for other in range(size):
+            if other != pivot:
+                share = matrix[other][pivot] / matrix[pivot][pivot]
+                matrix[other] = [a - share * b for a, b in zip(matrix[other], matrix[pivot], strict=True)]
+    found = [0.0, 0.0, 0.0]
+    for number, column in enumerate(chosen):
+        found[column] = matrix[number][size] / matrix[number][number] / scales[number]
+    return found[0], found[1], found[2]
