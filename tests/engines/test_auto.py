@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 needs_amx = pytest.mark.skipif("amx_tile" not in Path("/proc/cpuinfo").read_text(),
                                reason="vLLM's DeepSeek-V4 needs a processor with AMX for chunked prefill")
 
-START_SECONDS, MIB, KIB = 240, 2**20, 2**10
+START_SECONDS, MIB = 240, 2**20
+KV_BYTES = 200 * MIB       # little more than the three prompts
 COMMANDS = {"vllm": ("bin/vllm", "serve"), "sglang": ("bin/python", "-m", "sglang.launch_server")}
 ENVIRONMENTS = {"vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
                 "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}}
@@ -36,11 +38,12 @@ Make = Callable[..., Deployment]
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Deployment] = []
 
-    def build(engine: str, model: Path, args: tuple[str, ...], env: dict[str, str], line: dict[str, Any]) -> Deployment:
+    def build(engine: str, model: Path, args: tuple[str, ...], env: dict[str, str], line: dict[str, Any],
+              **settings: Any) -> Deployment:
         head, *rest = COMMANDS[engine]
         deployment = Deployment(tmp_path, engine=engine, model=model, args=args, env=env,
                                 command=[str(CACHE / "envs" / engine / head), *rest],
-                                settings={"line": {"budget": "auto", "minimum": 64, "maximum": 1024, **line}})
+                                settings={"line": {"budget": "auto", "minimum": 64, "maximum": 1024, **line}, **settings})
         made.append(deployment)
         return deployment.up()
 
@@ -115,3 +118,61 @@ def test_the_bytes_of_a_real_score_buffer_are_found(make: Make, tmp_path: Path, 
     rank = fitted(deployment)
     print(f"{tokens} tokens: {rank}")
     assert rank["pair_bytes"] == pytest.approx(1.0, rel=tolerance)
+
+
+@needs_amx
+@pytest.mark.full
+def test_a_buffer_over_the_largest_length_is_told_as_a_term_of_rows(make: Make, tmp_path: Path) -> None:
+    """A layer of ratio 128 holds half a byte for each row and token of the engine's largest length, for any prompt."""
+    context = 65_536
+    found = {}
+    for name, ratios in (("without", [0, 4]), ("with", [0, 4, 128])):
+        (tmp_path / name).mkdir()
+        deployment = make("vllm", deepseek(tmp_path / name, ratios, context),
+                          (*DEEPSEEK_ARGUMENTS, "--max-model-len", str(context)), DEEPSEEK_ENVIRONMENT,
+                          {"maximum": 2048, "minimum": 256, "start": 10**9})
+        deployment.wait_phase("up", timeout=START_SECONDS)
+        ask(deployment, 40_000)
+        found[name] = fitted(deployment)
+        deployment.close()
+    print(found)
+    more = found["with"]["row_bytes"] - found["without"]["row_bytes"]
+    assert found["with"]["pair_bytes"] == pytest.approx(found["without"]["pair_bytes"], abs=0.15)
+    assert more == pytest.approx(0.51 * context, rel=0.35)
+
+
+LENGTHS = (131_072, 40_000, 12_000)
+ROOM = 128 * MIB
+
+
+@needs_amx
+@pytest.mark.full
+def test_peaks_stay_within_the_room_with_three_prompts_in_flight_and_a_full_cache(make: Make, tmp_path: Path) -> None:
+    """The first start measures what the engine leaves; the margin of the second leaves ROOM of it. The KV cache holds little
+    more than the prompts: what they write of it was available before, and was never counted."""
+    context = 132_096
+    model = deepseek(tmp_path, [0, 4], context)
+    arguments = (*DEEPSEEK_ARGUMENTS, "--max-model-len", str(context), "--kv-cache-memory-bytes", str(KV_BYTES))
+    line = {"maximum": 1024, "minimum": 256, "start": 30_000_000}
+    first = make("vllm", model, arguments, DEEPSEEK_ENVIRONMENT, line)
+    first.wait_phase("up", timeout=START_SECONDS)
+    at_rest = fitted(first)
+    tokens = max(rank["facts"].get("kv_tokens", 0) for rank in first.worker()["ranks"])
+    assert sum(LENGTHS) > 0.9 * tokens, f"the KV cache holds {tokens} tokens"
+    first.close()
+    keep = at_rest["available_bytes"] - at_rest["untouched_bytes"] - 64 * MIB - ROOM
+    second = make("vllm", model, arguments, DEEPSEEK_ENVIRONMENT, line, guard={
+        "floor": "64MiB", "margin": f"{keep}B", "tighten": {"mode": "off"}, "shed": {"mode": "off"}, "abort": {"mode": "off"}})
+    second.wait_phase("up", timeout=START_SECONDS)
+    ask(second, LENGTHS[0], seed=7)
+    with ThreadPoolExecutor(len(LENGTHS)) as pool:
+        list(pool.map(lambda each: ask(second, each[1], seed=each[0]), enumerate(LENGTHS)))
+    aim = second.worker()["line_auto"]
+    print(aim["sentence"])
+    taken = [step for step in steps(second) if step["peak_bytes"] and step["rest_bytes"] and step["rows"] > 64]
+    rises = [step["peak_bytes"] - step["rest_bytes"] for step in taken]
+    left = aim["ranks"][0]["untouched_bytes"]
+    print(f"highest rise {max(rises) / MIB:.1f} MiB of {ROOM / MIB:.0f}; untouched {left / MIB:.1f} MiB")
+    assert max(rises) <= ROOM + 8 * MIB
+    assert any(step["rows"] < 1024 and step["width"] > 60_000 for step in taken), "the line did not bind"
+    assert left < 0.2 * at_rest["untouched_bytes"]
