@@ -12,7 +12,7 @@ then of least squares over what lies near it: a fifth of outliers, however large
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
@@ -66,14 +66,18 @@ class Pace:
 
         Raises ValueError when no chunk is allowed at some prefix (0, as `line.chunk_tokens` says it).
         """
-        at, end, seconds = prefix, prefix + tokens, 0.0
-        while at < end:
-            size = min(chunk(at), end - at)
-            if size < 1:
-                raise ValueError(f"prefix={at}: no chunk is allowed there, so {end} tokens are never done")
-            seconds += self.chunk_seconds(size, at)
-            at += size
-        return seconds
+        return sum(self.chunk_seconds(size, at) for at, size in chunks(tokens, chunk, prefix))
+
+
+def chunks(tokens: int, chunk: Callable[[int], int], prefix: int = 0) -> Iterator[tuple[int, int]]:
+    """(prefix, new tokens) of each step, as for `Pace.prompt_seconds`."""
+    at, end = prefix, prefix + tokens
+    while at < end:
+        size = min(chunk(at), end - at)
+        if size < 1:
+            raise ValueError(f"prefix={at}: no chunk is allowed there, so {end} tokens are never done")
+        yield at, size
+        at += size
 
 
 def pairs(tokens: int, prefix: int) -> int:
@@ -81,9 +85,9 @@ def pairs(tokens: int, prefix: int) -> int:
     return tokens * prefix + tokens * (tokens + 1) // 2
 
 
-def sample(chunks: Iterable[Sequence[int]], seconds: float) -> PaceSample:
+def sample(step: Iterable[Sequence[int]], seconds: float) -> PaceSample:
     """Of a step's [prefix, new tokens] for each request, as in `wire.Step`."""
-    held = [(prefix, new) for prefix, new in chunks if prefix >= 0 and new > 0]
+    held = [(prefix, new) for prefix, new in step if prefix >= 0 and new > 0]
     return PaceSample(sum(new for _, new in held), sum(pairs(new, prefix) for prefix, new in held),
                       max((prefix + new for prefix, new in held), default=0), seconds)
 
