@@ -15,12 +15,12 @@ PACKAGE = SUPERVISOR / "tightrank"
 GUARD = PACKAGE / "guard"
 # A module imports from lower layers and from its own package only. Each name is a file or package under tightrank/.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("records", "errors", "adapter", "sockets", "__init__"),
+    ("records", "errors", "adapter", "sockets", "least_squares", "__init__"),
     ("config",),
     ("engines", "host", "inputs", "logs", "gateway", "hang", "auto"),
     ("readers",),
     ("plan", "diagnose", "decide", "levels", "watch", "launch", "admission", "breaker", "hygiene"),
-    ("check", "act"),
+    ("check", "act", "calibration"),
     ("generation", "stacks"),
     ("worker",),
     ("status", "report"),

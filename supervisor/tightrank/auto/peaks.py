@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from tightrank.least_squares import Row, Terms, gram, least
+
 if TYPE_CHECKING:
     from tightrank_adapter.wire import Step
 
@@ -25,7 +27,7 @@ LATEST = 3                 # of the steps with the most pairs: two of them over 
 REFIT_SECONDS = 1.0
 NOISE_BYTES = 1 << 20      # of a reading: the kernel counts pages by batches (mm/memory.c, percpu_counter)
 UNBOUNDED = 10**15         # token²: more than any configuration may ask for
-_ROUNDS = 5                # of reweighting
+_ROUNDS = 4                # of reweighting
 _TURNS = 5                 # places at which the other phase may end
 _WORTH = 4                 # times closer with a constant
 _HUBER = 1.345             # 95 % efficient for normal errors (Huber 1964)
@@ -141,7 +143,7 @@ def _from(ordered: Sequence[Sample], first: int) -> Fit | None:
     terms = _terms(ordered[first:])
     if terms is None:
         return None
-    step, row, pair = terms
+    row, pair, step = terms
     short = median(max(each.rise_bytes - step, 0.0) / each.rows for each in ordered[:first]) if first else 0.0
     return Fit(pair, row, short, step, len(ordered))
 
@@ -157,72 +159,36 @@ def _raised(found: Fit, latest: Sequence[Sample]) -> Fit:
     return replace(found, pair_bytes=max(seen, found.pair_bytes))
 
 
-# --- least squares ----------------------------------------------------------------------------------------------------
-
-Terms = tuple[float, float, float]         # step, row, pair
-
+# --- the estimate -----------------------------------------------------------------------------------------------------
 
 def _terms(samples: Sequence[Sample]) -> Terms | None:
-    """Huber's estimate by iterated reweighting, with no term under 0: the first choice of terms that has none.
+    """(row, pair, step) by Huber's estimate.
 
     Under a line that binds rows x width hardly varies, and a constant takes what belongs to `pair`, which then lets the budget
     go too far. So there is one only where the steps cannot be told without it.
     """
     if len(samples) < SAMPLES // 2 or samples[-1].width < SPAN * samples[0].width:
         return None
-    rows = [(1.0, float(each.rows), float(each.pairs)) for each in samples]
-    rises = [float(each.rise_bytes) for each in samples]
+    rows = [(float(each.rows), float(each.pairs), 1.0, float(each.rise_bytes)) for each in samples]
     newest = max(each.number for each in samples)
     fresh = [max(0.5 ** ((newest - each.number) / HALF_LIFE), STALE) for each in samples]
-    varied = max(each.rows for each in samples) >= SPAN * min(each.rows for each in samples)
-    plain = _first(rows, rises, fresh, ((1, 2), (2,), (1,)))
-    constant = _first(rows, rises, fresh, ((0, 1, 2), (0, 2))) if varied else None
-    if plain is None or constant is None:
-        return plain or constant
-    misses = [median(_distances(rows, rises, each)) for each in (plain, constant)]
-    return constant if misses[0] > NOISE_BYTES + _WORTH * misses[1] else plain
+    plain = _huber(rows, fresh, (0, 1))
+    if max(each.rows for each in samples) < SPAN * min(each.rows for each in samples):
+        return plain
+    constant = _huber(rows, fresh, (0, 1, 2))
+    return constant if median(_distances(rows, plain)) > NOISE_BYTES + _WORTH * median(_distances(rows, constant)) else plain
 
 
-def _first(rows: Sequence[Terms], rises: Sequence[float], fresh: Sequence[float], choices: Sequence[Sequence[int]]
-           ) -> Terms | None:
-    found = (_huber(rows, rises, fresh, chosen) for chosen in choices)
-    return next((each for each in found if each is not None and min(each) >= 0.0), None)
-
-
-def _distances(rows: Sequence[Terms], rises: Sequence[float], found: Terms) -> list[float]:
-    return [abs(rise - sum(a * b for a, b in zip(row, found, strict=True))) for row, rise in zip(rows, rises, strict=True)]
-
-
-def _huber(rows: Sequence[Terms], rises: Sequence[float], fresh: Sequence[float], chosen: Sequence[int]) -> Terms | None:
-    weights, found = list(fresh), None
+def _huber(rows: Sequence[Row], fresh: Sequence[float], columns: Sequence[int]) -> Terms:
+    """By iterated reweighting: what lies far off counts less."""
+    found = least(gram(rows, fresh), columns)
     for _ in range(_ROUNDS):
-        found = _solved(rows, rises, weights, chosen)
-        if found is None:
-            return None
-        misses = _distances(rows, rises, found)
+        misses = _distances(rows, found)
         limit = _HUBER * max(1.4826 * median(misses), NOISE_BYTES)
         weights = [old if miss <= limit else old * limit / miss for old, miss in zip(fresh, misses, strict=True)]
+        found = least(gram(rows, weights), columns)
     return found
 
 
-def _solved(rows: Sequence[Terms], rises: Sequence[float], weights: Sequence[float], chosen: Sequence[int]) -> Terms | None:
-    """Weighted normal equations of the chosen columns, each scaled to its largest value; None: they are not independent."""
-    scales = [max(row[column] for row in rows) for column in chosen]
-    size = len(chosen)
-    matrix = [[sum(weight * row[a] * row[b] for row, weight in zip(rows, weights, strict=True)) / (scales[i] * scales[j])
-               for j, b in enumerate(chosen)]
-              + [sum(weight * row[a] * rise for row, rise, weight in zip(rows, rises, weights, strict=True)) / scales[i]]
-              for i, a in enumerate(chosen)]
-    for pivot in range(size):
-        best = max(range(pivot, size), key=lambda number: abs(matrix[number][pivot]))
-        matrix[pivot], matrix[best] = matrix[best], matrix[pivot]
-        if abs(matrix[pivot][pivot]) < 1e-6 * len(rows):
-            return None
-        for other in range(size):
-            if other != pivot:
-                share = matrix[other][pivot] / matrix[pivot][pivot]
-                matrix[other] = [a - share * b for a, b in zip(matrix[other], matrix[pivot], strict=True)]
-    found = [0.0, 0.0, 0.0]
-    for number, column in enumerate(chosen):
-        found[column] = matrix[number][size] / matrix[number][number] / scales[number]
-    return found[0], found[1], found[2]
+def _distances(rows: Sequence[Row], found: Terms) -> list[float]:
+    return [abs(row[3] - sum(a * b for a, b in zip(row[:3], found, strict=True))) for row in rows]
