@@ -269,7 +269,7 @@ class Account:
         """Takes in `measured`. Returns what disagrees and was not compared before."""
         new = self._compare(flat(found))
         self.rows += new
-        if self._saved is None or (now - self._saved >= SAVE_SECONDS and self._changed(found)):
+        if self._saved is None or (self._changed(found) and (now - self._saved >= SAVE_SECONDS or self._grown(found))):
             self._saved = now
             self._kept = _merged(self._kept, found)
             self.store.keep(self.identity, self._kept)
@@ -281,6 +281,9 @@ class Account:
         rows = (*compare(self.planned, found, "plan"), *compare(before, found, "before"),
                 *compare(*_prompts(self._before, found), "before"))
         return tuple(row for row in rows if (row.term, row.source) not in done)
+
+    def _grown(self, found: RankTerms) -> bool:
+        return any(terms.keys() - self._kept.get(rank, {}).keys() for rank, terms in found.items())
 
     def _changed(self, found: RankTerms) -> bool:
         return any(abs(value - self._kept.get(rank, {}).get(name, 0.0)) > _NOTEWORTHY * value
