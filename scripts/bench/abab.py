@@ -1,10 +1,10 @@
 """Tokens per second of a real engine on the CPU with the adapter's hooks and without, by turns. Used by scripts/bench/adapter.
 
-One server has all hooks that apply. They are there in some windows of time and not in the others (toggle/sitecustomize.py),
-A-B-B-A, so that a drift hits both alike. Two servers side by side tell nothing: two vLLMs without the adapter differed by up
-to 4 % (six starts: 0.96, 0.97, 1.04, 0.96, 0.99, 0.97). Nor do long turns: on two virtual cores one step differs from the next
-by 10 %, and a turn of 2 s from the next by as much, so windows are short and many. All steps of a kind are alike: a prompt of
-one whole chunk, which is a step with a record; and four streams that decode.
+One server has all hooks that apply. They are there in some windows of time and not in the others (toggle/sitecustomize.py).
+Two servers side by side tell nothing: two vLLMs without the adapter differed by up to 4 % (six starts: 0.96, 0.97, 1.04, 0.96,
+0.99, 0.97). Nor do long turns: on two virtual cores one step differs from the next by 10 %, and a turn of 2 s from the next by
+as much, so windows are short and many. All steps of a kind are alike: a prompt of one whole chunk, which is a step with a
+record; and four streams that decode.
 
 A pair of neighbours with and without gives a ratio of speeds, a pair of the same kind the noise. `mix`: a batch of BATCH
 prompts of PROMPT tokens with answers of ANSWER, by the times of both kinds of steps.
