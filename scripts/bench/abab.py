@@ -1,10 +1,10 @@
 """Tokens per second of a real engine on the CPU with the adapter's hooks and without, by turns. Used by scripts/bench/adapter.
 
-One server has all hooks that apply. They are there in some windows of time and not in the others (toggle/sitecustomize.py),
-A-B-B-A, so that a drift hits both alike. Two servers side by side tell nothing: two vLLMs without the adapter differed by up
-to 4 % (six starts: 0.96, 0.97, 1.04, 0.96, 0.99, 0.97). Nor do long turns: on two virtual cores one step differs from the next
-by 10 %, and a turn of 2 s from the next by as much, so windows are short and many. All steps of a kind are alike: a prompt of
-one whole chunk, which is a step with a record; and four streams that decode.
+One server has all hooks that apply. They are there in some windows of time and not in the others (toggle/sitecustomize.py).
+Two servers side by side tell nothing: two vLLMs without the adapter differed by up to 4 % (six starts: 0.96, 0.97, 1.04, 0.96,
+0.99, 0.97). Nor do long turns: on two virtual cores one step differs from the next by 10 %, and a turn of 2 s from the next by
+as much, so windows are short and many. All steps of a kind are alike: a prompt of one whole chunk, which is a step with a
+record; and four streams that decode.
 
 A pair of neighbours with and without gives a ratio of speeds, a pair of the same kind the noise. `mix`: a batch of BATCH
 prompts of PROMPT tokens with answers of ANSWER, by the times of both kinds of steps.
@@ -41,8 +41,11 @@ WINDOW_NS = toggle.WINDOW_NS
 CACHE = Path(os.environ.get("TIGHTRANK_CACHE")
              or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tightrank")
 READY_SECONDS = 240
-BATCH, PROMPT, ANSWER, CHUNK = 4, 1500, 48, 512
+BATCH, PROMPT, ANSWER = 4, 1500, 48
 STREAM_TOKENS = 400
+CLIENTS = {"vllm": 2, "sglang": 1}
+# SGLang's kernels here take 300 ms for 512 rows: a window would hold one step, and a share of 0.1 ms of it could not be seen.
+CHUNK = {"vllm": 512, "sglang": 128}
 # The tiny model's two layers take 4 ms for a step, less than any model that is served for money; with these a decode step
 # takes as long as that of a large one on a fast device.
 OVERRIDE = json.dumps({"num_hidden_layers": 24})
@@ -57,13 +60,13 @@ def command(engine, port):
     programs, model = CACHE / "envs" / engine / "bin", str(CACHE / "models" / "dense")
     if engine == "vllm":
         return [str(programs / "vllm"), "serve", model, "--host", "127.0.0.1", "--port", str(port),
-                "--served-model-name", "tiny", "--max-model-len", "8192", "--max-num-batched-tokens", "512",
+                "--served-model-name", "tiny", "--max-model-len", "8192", "--max-num-batched-tokens", str(CHUNK[engine]),
                 "--enable-chunked-prefill", "--max-num-seqs", "8", "--enforce-eager", "--no-enable-prefix-caching",
                 "--load-format", "dummy", "--hf-overrides", OVERRIDE]
     return [str(programs / "python"), "-m", "sglang.launch_server", "--model-path", model, "--host", "127.0.0.1",
             "--port", str(port), "--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "32768",
-            "--max-running-requests", "8", "--chunked-prefill-size", "512", "--sleep-on-idle", "--disable-radix-cache",
-            "--load-format", "dummy", "--json-model-override-args", OVERRIDE]
+            "--max-running-requests", "8", "--chunked-prefill-size", str(CHUNK[engine]), "--sleep-on-idle",
+            "--disable-radix-cache", "--load-format", "dummy", "--json-model-override-args", OVERRIDE]
 
 
 class Server:
@@ -123,16 +126,19 @@ class Server:
         return contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=300))
 
     def prefills(self, seconds):
-        """[(window, seconds of a step)]: prompts of CHUNK tokens, each a step of its own, and always one that waits."""
+        """[(window, seconds of a step)]: prompts of one chunk, each a step of its own.
+
+        With vLLM one always waits; of two that wait SGLang may take both in one step, so there they come one after the other.
+        """
         times, end = [], time.monotonic() + seconds
 
         def client(number):
             with self.connect() as connection:
                 while time.monotonic() < end:
-                    self.ask(connection, [prompt(CHUNK, number)], 1).read()
+                    self.ask(connection, [prompt(CHUNK[self.engine], number)], 1).read()
                     times.append(time.monotonic_ns())
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(client, range(2)))
+        with ThreadPoolExecutor(CLIENTS[self.engine]) as pool:
+            list(pool.map(client, range(CLIENTS[self.engine])))
         return windows([sorted(times)])
 
     def decodes(self, seconds):
@@ -193,7 +199,7 @@ def prompt(tokens, number):
 def step_seconds(times, begun, ended):
     """Of the steps between two times; None where there are too few."""
     first, last = bisect.bisect_left(times, begun), bisect.bisect_right(times, ended)
-    return (times[last - 1] - times[first]) / (last - 1 - first) / 1e9 if last - first > 2 else None
+    return (times[last - 1] - times[first]) / (last - 1 - first) / 1e9 if last - first > 1 else None
 
 
 def windows(streams):
@@ -234,11 +240,14 @@ def speed(rows):
     return median(without / with_ for with_, without in rows)
 
 
-def mix(prefill, decode):
-    """Tokens per second with over those without, of the whole batch: its steps' times are weighed by how many it takes."""
+def mix(chunks, prefill, decode):
+    """Tokens per second with over those without, of the whole batch: its steps' times are weighed by how many it takes.
+
+    A batch takes `chunks` steps of prompts, and ANSWER of decoding.
+    """
     def seconds(column):
-        return BATCH * PROMPT / CHUNK * median(row[column] for row in prefill) + ANSWER * median(row[column] for row in decode)
-    parts = BATCH * PROMPT / CHUNK * median(row[1] for row in prefill), ANSWER * median(row[1] for row in decode)
+        return chunks * median(row[column] for row in prefill) + ANSWER * median(row[column] for row in decode)
+    parts = chunks * median(row[1] for row in prefill), ANSWER * median(row[1] for row in decode)
     return sum(parts) / (parts[0] / speed(prefill) + parts[1] / speed(decode)), BATCH * (PROMPT + ANSWER) / seconds(1)
 
 
@@ -253,9 +262,11 @@ def compare(engine, seconds):
     """Ratios of the hooks to none, and of none to none, of each kind of step and of the mix; medians of a step in seconds."""
     found = measured(engine, seconds)
     rows = {kind: pairs(blocks) for kind, blocks in found.items()}
-    figures = {"tokens_per_second": mix(*(rows[kind]["adapter"] for kind in ("prefill", "decode")))[1]}
+    chunks = BATCH * PROMPT / CHUNK[engine]
+    figures = {"tokens_per_second": mix(chunks, *(rows[kind]["adapter"] for kind in ("prefill", "decode")))[1]}
     for which in ("noise", "adapter"):
         samples = [rows[kind][which] for kind in ("prefill", "decode")]
         figures[which] = {"pairs": sum(map(len, samples)), "prefill": interval(speed, samples[0]),
-                          "decode": interval(speed, samples[1]), "mix": interval(lambda *drawn: mix(*drawn)[0], *samples)}
+                          "decode": interval(speed, samples[1]),
+                          "mix": interval(lambda *drawn: mix(chunks, *drawn)[0], *samples)}
     return figures

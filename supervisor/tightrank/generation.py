@@ -47,6 +47,7 @@ _PROGRESS_BYTES = 16 << 20         # a tree that grew by this much is loading
 _STEPS = list(StartStep)
 # What engines print again and again while nothing moves: no sign of progress.
 _WAITS = re.compile(r"No available shared memory broadcast block|[Ww]aiting for ")
+_COMPUTING = ("worker", "runner", "scheduler", "engine-core")
 TAIL_LINES = 40
 WIDTH_SECONDS = 10.0               # a prefill step is seldom longer
 BUDGET_SECONDS = 1.0               # between two requests with the same budget; a rank says it with its next look
@@ -234,6 +235,8 @@ class Generation:
             self._oom_kills = oom_kills
         for rank in (*reading.ranks, *reading.dead_ranks):
             self._meet(rank)
+        if self.lost_role is None and reading.dead_ranks:
+            self.lost_role = min((rank.role for rank in reading.dead_ranks), key=_by_weight)
         self.known = {self.launched.main, *self._hellos, *(process.id for process in reading.processes)}
         self._pids |= {process.pid for process in self.known}
         self._on_device |= {rank.id.pid for rank in reading.ranks if rank.device is not None}
@@ -280,8 +283,6 @@ class Generation:
         elif not rank.alive and self._hellos[rank.id] >= 0:
             os.close(self._hellos[rank.id])
             self._hellos[rank.id] = -1
-        if not rank.alive and self.lost_role is None:
-            self.lost_role = rank.role
         for fault in rank.facts.get("faults", ()):
             self._take_fault(rank.id.pid, fault["hook"], fault["where"], fault["error"])
 
@@ -370,6 +371,11 @@ def secrets(spec: WorkerSpec) -> tuple[str, ...]:
              if given != shown}
     found |= {spec.api_key} if spec.api_key else set()
     return tuple(sorted((each for each in found if len(each) >= _SECRET_CHARACTERS), key=len, reverse=True))
+
+
+def _by_weight(role: str) -> int:
+    """Of several that had ended when we looked: the others end with the one that computes, and seldom the other way round."""
+    return _COMPUTING.index(role) if role in _COMPUTING else len(_COMPUTING)
 
 
 def _pidfd(pid: int) -> int:

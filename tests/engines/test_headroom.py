@@ -89,7 +89,7 @@ def test_balanced_ranks_keep_the_engines_own_number(make: Make, engine: str) -> 
     assert all(row.headroom_bytes == int(0.08 * (memory.host().total_bytes // 2)) for row in rows)
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.full), "sglang"])
 def test_one_rank_that_fails_inside_the_hook_ends_all_with_one_cause(make: Make, tmp_path: Path, engine: str) -> None:
     head, *rest = COMMANDS[engine]
     program = CACHE / "envs" / engine / head

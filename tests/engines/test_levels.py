@@ -47,7 +47,7 @@ def make(tmp_path: Path, dense_model: str) -> Iterator[Make]:
         deployment.close()
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=pytest.mark.full), "sglang"])
 def test_a_lower_budget_reaches_the_scheduler_of_a_real_engine(make: Make, engine: str) -> None:
     """And the chunks of the next prompt keep it; SGLang is asked over HTTP, vLLM reads the page before its next step."""
     deployment = make(engine, tighten=ALWAYS)

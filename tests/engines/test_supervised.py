@@ -86,10 +86,10 @@ def held_by_nobody(before: set[str]) -> list[str]:
     return [name for name in set(os.listdir(SHM)) - before if shared.free(SHM / name)]
 
 
-@pytest.mark.parametrize(("engine", "roles"), [
-    ("vllm", ("engine-core",)), ("sglang", ("scheduler",)),
-    *(pytest.param(engine, roles, marks=pytest.mark.full) for engine, roles in ROLES.items())])
-def test_every_death_is_seen_and_healed(make: Make, engine: str, roles: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("engine", "roles", "ours"), [
+    ("vllm", ("engine-core",), ("guard",)), ("sglang", ("scheduler",), ("daemon",)),
+    *(pytest.param(engine, roles, ("daemon", "guard"), marks=pytest.mark.full) for engine, roles in ROLES.items())])
+def test_every_death_is_seen_and_healed(make: Make, engine: str, roles: tuple[str, ...], ours: tuple[str, ...]) -> None:
     before = set(os.listdir(SHM))
     deployment = make(engine)
     worker = up(deployment, 1)
@@ -99,17 +99,26 @@ def test_every_death_is_seen_and_healed(make: Make, engine: str, roles: tuple[st
     os.kill(tracker, signal.SIGKILL)
     for generation, role in enumerate(roles, 2):
         killed_and_back(deployment, role, generation)
+    if "daemon" in ours:
+        daemon_killed_and_back(deployment, len(roles) + 2)
+    if "guard" in ours:
+        guard_killed(deployment)
+        deployment.up()                  # what the daemon had no time for goes before the next supervisor starts anything
+    wait_until(lambda: not held_by_nobody(before), 60, "no shared memory that nobody holds")
+
+
+def daemon_killed_and_back(deployment: Deployment, generation: int) -> None:
     tree, daemon = deployment.tree(), deployment.status()["guard"]["daemon_pid"]
     os.kill(daemon, signal.SIGKILL)
     wait_until(gone([daemon, *tree]), 5, "engine gone after the daemon")
-    generation = len(roles) + 2
     up(deployment, generation)
+
+
+def guard_killed(deployment: Deployment) -> None:
     tree, daemon = deployment.tree(), deployment.status()["guard"]["daemon_pid"]
     assert deployment.process is not None
     deployment.process.kill()
     wait_until(gone([daemon, *tree]), 5, "engine and daemon gone after the guard")
-    deployment.up()                      # what the daemon had no time for goes before the next supervisor starts anything
-    wait_until(lambda: not held_by_nobody(before), 60, "no shared memory that nobody holds")
 
 
 def refused_when_too_long(deployment: Deployment, engine: str, context: int) -> None:
@@ -178,6 +187,7 @@ def test_an_engine_whose_hook_target_was_removed_is_not_run_silently(make: Make,
     assert deployment.terminate() == 69
 
 
+@pytest.mark.full                        # in every run: the same inside the hook headroom (test_headroom.py)
 def test_a_fault_on_one_of_two_ranks_ends_the_generation(make: Make, tmp_path: Path) -> None:
     program = with_settings(tmp_path / "wrapped", "settings['drill'] = {'where': 'PrefillAdder.add_one_req', 'ranks': [1]}",
                             [interpreter("sglang"), "-m", "sglang.launch_server"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from helpers import ROOT, run_command
 
 
+@pytest.mark.full
 def test_faults_quick(tmp_path: Path) -> None:
     done = run_command([ROOT / "scripts" / "bench" / "faults", "--quick", "--json", tmp_path / "found.json"], timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

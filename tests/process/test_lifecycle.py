@@ -50,6 +50,22 @@ def test_death_of_each_process_ends_the_generation_and_the_next_comes_up(make: M
     assert deployment.events("cause")[0]["data"]["cause"] in ("rank-died", "engine-exited")
 
 
+@pytest.mark.parametrize(("engine", "first", "named"), [
+    ("sglang", "detokenizer", "scheduler"), ("sglang", "scheduler", "scheduler"), ("vllm", "engine-core", "worker")])
+def test_of_several_that_are_gone_at_once_one_that_computes_is_named(make: Make, engine: str, first: str, named: str) -> None:
+    """A daemon that could not look meanwhile: the engine has taken the others with it."""
+    deployment = make(engine=engine).up()
+    deployment.wait_phase("up")
+    tree, daemon, victim = deployment.tree(), deployment.status()["guard"]["daemon_pid"], deployment.pid(first)
+    os.kill(daemon, signal.SIGSTOP)
+    os.kill(victim, signal.SIGKILL)
+    wait_until(gone(tree), 10, "the engine has ended")
+    os.kill(daemon, signal.SIGCONT)
+    deployment.wait_phase("up", generation=2)
+    told = deployment.events("cause")[0]
+    assert told["data"]["cause"] == "rank-died" and f"({named}" in told["sentence"], told["sentence"]
+
+
 def test_a_dead_resource_tracker_ends_nothing(make: Make) -> None:
     deployment = make().up()
     worker = deployment.wait_phase("up")

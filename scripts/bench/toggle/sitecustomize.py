@@ -9,13 +9,16 @@ import os
 import time
 
 WINDOW_NS = 400_000_000
-ORDER = (True, False, False, True)             # a drift hits both alike
 _LOOKAHEAD = "_reserve_prefill_lookahead"      # of vLLM's scheduler: the hook `line` overrides it in a subclass
 
 
 def hooked(nanoseconds):
-    """Whether the hooks are there at that CLOCK_MONOTONIC."""
-    return ORDER[nanoseconds // WINDOW_NS % len(ORDER)]
+    """Whether the hooks are there at that CLOCK_MONOTONIC.
+
+    The order of Thue and Morse: A-B-B-A, B-A-A-B, ... A drift hits both alike, and it has no period. With A-B-B-A alone windows
+    that were alike differed by 2 % for four minutes: something else on the host had a rhythm of its own.
+    """
+    return (nanoseconds // WINDOW_NS).bit_count() % 2 == 0
 
 
 _begun = False
