@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 SAMPLES = 8                # before anything is said
 SPAN = 2.0                 # of widths, smallest to largest: else `pair` cannot be told from `row`
 RATIO, KEPT = 1.5, 3       # samples are kept by width: a few of each band, so that long prompts do not push out short ones
-HALF_LIFE, STALE = 24, 0.03        # steps after which a sample counts half; what it counts at the least
+FRESH = 6                  # steps
+HALF_LIFE, STALE = 16, 0.02        # steps after which a sample counts half; what it counts at the least
 LATEST = 3                 # of the steps with the most pairs: two of them over the fit raise it at once
 REFIT_SECONDS = 1.0
 NOISE_BYTES = 1 << 20      # of a reading: the kernel counts pages by batches (mm/memory.c, percpu_counter)
@@ -30,6 +31,7 @@ UNBOUNDED = 10**15         # token²: more than any configuration may ask for
 _ROUNDS = 4                # of reweighting
 _TURNS = 5                 # places at which the other phase may end
 _WORTH = 4                 # times closer with a constant
+_PHASES = 2.0              # times closer with another phase for short prompts
 _HUBER = 1.345             # 95 % efficient for normal errors (Huber 1964)
 
 
@@ -115,9 +117,18 @@ class Peaks:
     def evidence(self, now: float) -> Evidence:
         """Fits anew what has come, once in REFIT_SECONDS (it takes some milliseconds) or when a large step was over the fit."""
         if self._urgent or (self._stale and now - self._fitted >= REFIT_SECONDS):
-            self._fit = fit([each for band in self._bands.values() for each in band], tuple(self._latest))
+            samples = [each for band in self._bands.values() for each in band]
+            self._fit = fit(samples, tuple(self._latest), self._row(samples))
             self._fitted, self._stale, self._urgent = now, False, False
         return Evidence(self.rank, self._fit, self.proven_pairs, self.proven_bytes, self.available_bytes, self.untouched_bytes)
+
+
+    def _row(self, samples: Sequence[Sample]) -> float | None:
+        """The row bytes of the fit before, while no step of many rows is fresh: what has drifted since such a step would be
+        taken for its rows."""
+        most, newest = max(each.rows for each in samples), max(each.number for each in samples)
+        fresh = any(2 * each.rows >= most and newest - each.number <= FRESH for each in samples)
+        return None if fresh or self._fit is None else self._fit.row_bytes
 
 
 def _band(width: int) -> int:
@@ -128,19 +139,23 @@ def _band(width: int) -> int:
     return number
 
 
-def fit(samples: Sequence[Sample], latest: Sequence[Sample] = ()) -> Fit | None:
-    """None: too few, or too much alike to tell the terms apart. `latest` may raise `pair_bytes`, and cannot lower it."""
+def fit(samples: Sequence[Sample], latest: Sequence[Sample] = (), row_bytes: float | None = None) -> Fit | None:
+    """None: too few, or too much alike to tell the terms apart. `latest` may raise `pair_bytes`, and cannot lower it.
+    `row_bytes`: known, and not to be fitted."""
     ordered = sorted(samples, key=lambda sample: sample.width)
     if len(ordered) < SAMPLES or ordered[-1].width < SPAN * ordered[0].width:
         return None
-    found = [_from(ordered, len(ordered) * turn // (2 * _TURNS)) for turn in range(_TURNS)]
-    best = min((each for each in found if each is not None), key=lambda each: _misses(each, ordered), default=None)
+    found = [_from(ordered, len(ordered) * turn // (2 * _TURNS), row_bytes) for turn in range(_TURNS)]
+    best, *others = [each for each in found if each is not None] or [None]
+    for other in others:
+        if best is not None and other is not None and _PHASES * _misses(other, ordered) < _misses(best, ordered):
+            best = other
     return _raised(best, latest) if best is not None else None
 
 
-def _from(ordered: Sequence[Sample], first: int) -> Fit | None:
+def _from(ordered: Sequence[Sample], first: int, row_bytes: float | None) -> Fit | None:
     """The terms by the samples from `first` on, and the other phase by those before."""
-    terms = _terms(ordered[first:])
+    terms = _terms(ordered[first:], row_bytes)
     if terms is None:
         return None
     row, pair, step = terms
@@ -161,7 +176,7 @@ def _raised(found: Fit, latest: Sequence[Sample]) -> Fit:
 
 # --- the estimate -----------------------------------------------------------------------------------------------------
 
-def _terms(samples: Sequence[Sample]) -> Terms | None:
+def _terms(samples: Sequence[Sample], row_bytes: float | None) -> Terms | None:
     """(row, pair, step) by Huber's estimate.
 
     Under a line that binds rows x width hardly varies, and a constant takes what belongs to `pair`, which then lets the budget
@@ -172,6 +187,8 @@ def _terms(samples: Sequence[Sample]) -> Terms | None:
     rows = [(float(each.rows), float(each.pairs), 1.0, float(each.rise_bytes)) for each in samples]
     newest = max(each.number for each in samples)
     fresh = [max(0.5 ** ((newest - each.number) / HALF_LIFE), STALE) for each in samples]
+    if row_bytes is not None:
+        return row_bytes, _huber([(row[0], row[1], row[2], row[3] - row[0] * row_bytes) for row in rows], fresh, (1,))[1], 0.0
     plain = _huber(rows, fresh, (0, 1))
     if max(each.rows for each in samples) < SPAN * min(each.rows for each in samples):
         return plain
