@@ -85,8 +85,7 @@ def test_on_a_dense_model_the_line_does_not_bind_and_the_chunk_is_full(make: Mak
     taken = [step["rows"] for step in steps(deployment) if step["width"] > 1024]
     assert taken[:-1] == [1024] * (len(taken) - 1) and len(taken) > 4
     rank = fitted(deployment)
-    pool = rank["untouched_bytes"]
-    assert 0 < pool < rank["available_bytes"]
+    assert 0 <= rank["untouched_bytes"] < rank["available_bytes"]
     ask(deployment, 7000, seed=2)
     assert deployment.terminate() == 0
 
@@ -124,21 +123,20 @@ def test_the_bytes_of_a_real_score_buffer_are_found(make: Make, tmp_path: Path, 
 @pytest.mark.full
 def test_a_buffer_over_the_largest_length_is_told_as_a_term_of_rows(make: Make, tmp_path: Path) -> None:
     """A layer of ratio 128 holds half a byte for each row and token of the engine's largest length, for any prompt."""
-    context = 65_536
     found = {}
-    for name, ratios in (("without", [0, 4]), ("with", [0, 4, 128])):
-        (tmp_path / name).mkdir()
-        deployment = make("vllm", deepseek(tmp_path / name, ratios, context),
+    for context in (65_536, 131_072):
+        (tmp_path / str(context)).mkdir()
+        deployment = make("vllm", deepseek(tmp_path / str(context), [0, 128], context),
                           (*DEEPSEEK_ARGUMENTS, "--max-model-len", str(context)), DEEPSEEK_ENVIRONMENT,
                           {"maximum": 2048, "minimum": 256, "start": 10**9})
         deployment.wait_phase("up", timeout=START_SECONDS)
-        ask(deployment, 40_000)
-        found[name] = fitted(deployment)
+        ask(deployment, 24_000)
+        found[context] = fitted(deployment)
         deployment.close()
     print(found)
-    more = found["with"]["row_bytes"] - found["without"]["row_bytes"]
-    assert found["with"]["pair_bytes"] == pytest.approx(found["without"]["pair_bytes"], abs=0.15)
-    assert more == pytest.approx(0.51 * context, rel=0.35)
+    few, many = found.values()
+    assert max(few["pair_bytes"], many["pair_bytes"]) < 0.05
+    assert many["row_bytes"] - few["row_bytes"] == pytest.approx(0.51 * 65_536, rel=0.1)
 
 
 LENGTHS = (131_072, 40_000, 12_000)
@@ -153,7 +151,7 @@ def test_peaks_stay_within_the_room_with_three_prompts_in_flight_and_a_full_cach
     context = 132_096
     model = deepseek(tmp_path, [0, 4], context)
     arguments = (*DEEPSEEK_ARGUMENTS, "--max-model-len", str(context), "--kv-cache-memory-bytes", str(KV_BYTES))
-    line = {"maximum": 1024, "minimum": 256, "start": 30_000_000}
+    line = {"maximum": 1024, "minimum": 256, "start": 40_000_000}
     first = make("vllm", model, arguments, DEEPSEEK_ENVIRONMENT, line)
     first.wait_phase("up", timeout=START_SECONDS)
     at_rest = fitted(first)

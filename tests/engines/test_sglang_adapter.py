@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 STUBS = str(ROOT / "scripts" / "cpu" / "stubs")
 MINIMUM, MAXIMUM, GRANULE, BUDGET = 64, 1024, 64, 1_500_000
 KEYWORDS = {"minimum": MINIMUM, "maximum": MAXIMUM, "granule": GRANULE}
-HOOKS = {"ranks": {}, "line": {"budget": BUDGET, **KEYWORDS}, "empty-cache": {"when": "every-chunk", "mark_bytes": 0}}
+HOOKS = {"ranks": {wire.PEAKS: True}, "line": {"budget": BUDGET, **KEYWORDS},
+         "empty-cache": {"when": "every-chunk", "mark_bytes": 0}}
 LENGTHS = (1, 2, 63, 64, 65, 100, 255, 256, 511, 700, 1000, 1023, 1024, 1025, 1500, 2048, 2500, 3000, 4097, 6000)
 MIXED = (3000, 40, 700, 2100, 5, 1024, 330, 1500)
 FLAGS = ("--host", "127.0.0.1", "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32",
@@ -222,6 +223,15 @@ def test_peak_time_and_beat_are_measured(engine: RawEngine) -> None:
     assert last.loops > first.loops and last.steps > first.steps
     assert last.prefill_tokens - first.prefill_tokens >= 500
     assert not engine.faults()
+
+
+def test_a_step_tells_the_memory_that_it_began_with(engine: RawEngine) -> None:
+    before = mark(engine)
+    generate(engine, prompt(3000, 211))
+    steps = engine.steps_until(before, 3000)
+    assert all(step.rest_bytes and step.peak_bytes and step.peak_bytes >= step.rest_bytes for step in steps)
+    looked = [step for step in engine.steps() if step.available_bytes is not None]
+    assert looked and all(step.untouched_bytes is not None and step.untouched_bytes < step.available_bytes for step in looked)
 
 
 def test_too_long_a_prompt_is_refused_by_the_engine(engine: RawEngine) -> None:

@@ -38,7 +38,8 @@ def serve(directory: Path, port: int, settings: wire.Settings | None, *python: s
 
 
 def settings(drill: dict[str, Any] | None = None, **more: Any) -> wire.Settings:
-    hooks = {"ranks": {}, "line": {**LINE, **more}, "empty-cache": {"when": "every-chunk", "mark_bytes": 0}, "heads": {}}
+    hooks = {"ranks": {wire.PEAKS: True}, "line": {**LINE, **more},
+             "empty-cache": {"when": "every-chunk", "mark_bytes": 0}, "heads": {}}
     return wire.Settings("solo", 3, "vllm", hooks, drill)
 
 
@@ -195,6 +196,13 @@ def test_a_budget_cut_in_the_middle_of_a_prompt_takes_effect_and_the_prompt_ends
         assert new == (fitting or MINIMUM) or prefix + new == prompt
         assert step.over == (step.rows * step.width > step.budget)
     assert cut[-1].over
+
+
+def test_a_step_tells_the_memory_that_it_began_with(steered: RawEngine) -> None:
+    steps = steered.steps()
+    assert steps and all(step.rest_bytes and step.peak_bytes and step.peak_bytes >= step.rest_bytes for step in steps)
+    looked = [step for step in steps if step.available_bytes is not None]
+    assert looked and all(step.untouched_bytes is not None and step.untouched_bytes < step.available_bytes for step in looked)
 
 
 def test_too_long_a_prompt_is_refused_by_the_engine(steered: RawEngine) -> None:

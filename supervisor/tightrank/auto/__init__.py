@@ -164,9 +164,8 @@ def _unknown(view: WorkerView, ranks: Sequence[RankAim]) -> str:
 def _sentence(view: WorkerView, line: LineSpec, rank: RankAim, budget: int, most: int) -> str:
     room = (f"rank {rank.rank} is the tightest, with room for {rank.room_bytes / _GIB:.2f} GiB "
             f"({rank.available_bytes / _GIB:.2f} available, {rank.untouched_bytes / _GIB:.2f} of KV not yet written)")
-    if rank.pair_bytes is None:
-        return f"auto: {room}, at {line.assumed_pair_bytes} assumed bytes for each (row, key)"
-    made = f"{rank.pair_bytes:.3g} bytes for each (row, key), {rank.row_bytes:,.0f} for each row"
+    made = f"{line.assumed_pair_bytes} bytes for each (row, key) are assumed" if rank.pair_bytes is None else \
+        f"{rank.pair_bytes:.3g} bytes for each (row, key), {rank.row_bytes:,.0f} for each row"
     allowed = rank.pairs or 0
     if budget >= most:
         return f"auto: the line does not bind: {made}; {room}; the largest step that can be is {most:,} token²"

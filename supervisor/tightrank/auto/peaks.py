@@ -146,11 +146,14 @@ def fit(samples: Sequence[Sample], latest: Sequence[Sample] = (), row_bytes: flo
     if len(ordered) < SAMPLES or ordered[-1].width < SPAN * ordered[0].width:
         return None
     found = [_from(ordered, len(ordered) * turn // (2 * _TURNS), row_bytes) for turn in range(_TURNS)]
-    best, *others = [each for each in found if each is not None] or [None]
-    for other in others:
-        if best is not None and other is not None and _PHASES * _misses(other, ordered) < _misses(best, ordered):
+    known = [each for each in found if each is not None]
+    if not known:
+        return None
+    best = known[0]
+    for other in known[1:]:
+        if _PHASES * _misses(other, ordered) < _misses(best, ordered):
             best = other
-    return _raised(best, latest) if best is not None else None
+    return _raised(best, latest)
 
 
 def _from(ordered: Sequence[Sample], first: int, row_bytes: float | None) -> Fit | None:
