@@ -72,8 +72,21 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(404, f"The model `{body.get('model')}` does not exist.")
         if done := self.run(body["prompt"], body.get("max_tokens", 16)):
             usage, tokens = done
+            if body.get("stream"):
+                return self.stream(tokens)
             choice = {"index": 0, "text": bytes(tokens).decode("latin-1"), "finish_reason": "length"}
             self.answer(200, {"id": "cmpl-0", "object": "text_completion", "choices": [choice], "usage": usage})
+
+    def stream(self, tokens):
+        """One event for each token; the end of the connection ends the body."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for token in tokens:
+            choice = {"index": 0, "text": bytes([token]).decode("latin-1"), "finish_reason": None}
+            self.wfile.write(b"data: " + json.dumps({"object": "text_completion", "choices": [choice]}).encode() + b"\n\n")
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def sglang_generate(self, body):
         prompt = body["input_ids"] if "input_ids" in body else body["text"]

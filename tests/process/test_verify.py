@@ -1,0 +1,296 @@
+"""`tightrank verify` against a whole deployment of the fake engine: ramps that pass, stop, die, go on."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployment import Deployment, Make
+from fleet import GatewayProcess
+from helpers import ROOT, free_ports, tightrank, wait_until
+from memory import MemAvailable
+
+MIB = 1 << 20
+_MAIN = "import sys; from tightrank.cli import main; sys.exit(main())"
+SLOW = ("--step-seconds", "0.1")           # 16k tokens under this line take some 15 s
+LINE = {"line": {"budget": 2_000_000, "minimum": 64, "maximum": 1024, "context": 16384}}
+OFF = {name: {"mode": "off"} for name in ("tighten", "shed", "abort")}
+LOW = ("--floor", "1MiB")                  # whatever else this host does
+NOBODY = f"http://127.0.0.1:{free_ports(1)[0]}"
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def ramp(deployment: Deployment, *words: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    return deployment.run("verify", "ramp", *words, timeout=timeout)
+
+
+def report(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "report.json").read_text())
+    return found
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a ramp that the test may meet in the middle; it ends with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(deployment: Deployment, *words: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-P", "-c", _MAIN, "verify", "ramp", *words, "-c", str(deployment.file)]
+        started.append(subprocess.Popen(argv, env=deployment.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def in_flight(deployment: Deployment) -> bool:
+    return any(rank["in_flight"] for rank in deployment.worker()["ranks"])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_ramp_that_passes(make: Make, tmp_path: Path, engine: str) -> None:
+    deployment = make(engine=engine, settings={**LINE, "guard": {"floor": "64MiB", "margin": "64MiB", **OFF}}).up()
+    deployment.wait_phase("up")
+    out = tmp_path / "out"
+    done = ramp(deployment, "--output", str(out), "--sizes", "2k,4k,8k")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = report(out)
+    assert found["verdict"]["passed"] and found["floor_bytes"] == 128 * MIB and found["target"]["plan"]["argv"]
+    for size, tokens in zip(found["sizes"], (2000, 4000, 8000), strict=True):
+        assert (size["tokens"], size["outcome"], size["generation"]) == (tokens, "passed", 1)
+        assert sum(chunk["tokens"] for chunk in size["chunks"]) == tokens and size["chunks"][0]["prefix"] == 0, "nothing cached"
+        assert all(chunk["tokens"] * (chunk["prefix"] + chunk["tokens"]) <= 2_000_000 for chunk in size["chunks"])
+        assert sum(band["tokens"] for band in size["bands"]) == tokens and size["tokens_per_second"] > 0
+        assert {"host", "guard", "rank 0"} <= size["lowest_bytes"].keys() and len(size["memory"]) >= 2
+    assert "passed: all 3 sizes up to 8k tokens passed" in done.stdout and "4k: passed" in done.stderr
+    assert "| 8k | passed |" in (out / "report.md").read_text() and "<polyline" in (out / "rate.svg").read_text()
+    again = ramp(deployment, "--output", str(out))
+    assert again.returncode == 78 and "--resume" in again.stderr
+    assert ramp(deployment, "--resume", str(out)).returncode == 0, "nothing is left to do"
+
+
+def test_without_sizes_the_published_ones_are_scaled_to_the_longest_prompt(make: Make, tmp_path: Path) -> None:
+    deployment = make(settings=LINE).up()
+    deployment.wait_phase("up")
+    done = ramp(deployment, "--output", str(tmp_path / "out"), *LOW, "--answer-tokens", "2")
+    assert done.returncode == 0, done.stderr
+    assert [size["tokens"] for size in report(tmp_path / "out")["sizes"]] == [2096, 4193, 6552, 8387, 13105, 16382]
+
+
+def test_it_stops_at_the_first_level_that_fires(make: Make, tmp_path: Path, start: Start) -> None:
+    """A hog eats 2 GiB while the prompt is computed; what was measured by then is in the report, and --resume goes on."""
+    floor = MemAvailable().read(0) - 3000 * MIB
+    tighten = {"mode": "act", "threshold": "2000MiB", "duration": "500ms", "pause": "1s", "hysteresis": "64MiB"}
+    guard = {"floor": f"{floor}B", "margin": "64MiB", **OFF, "tighten": tighten}
+    deployment = make(args=SLOW, settings={**LINE, "guard": guard}).up()
+    deployment.wait_phase("up")
+    out = tmp_path / "out"
+    process = start(deployment, "--output", str(out), "--sizes", "1k,16k", *LOW)
+    wait_until(lambda: (out / "report.json").exists() and len(report(out)["sizes"]) == 1, 30)
+    hog = [sys.executable, str(ROOT / "tests" / "fakes" / "hog.py"), "--bytes", str(2000 * MIB), "--bytes-per-second",
+           str(500 * MIB), "--threads", "1", "--seconds", "40"]
+    with subprocess.Popen(hog, stdout=subprocess.DEVNULL) as eating:
+        try:
+            output, errors = process.communicate(timeout=40)
+        finally:
+            eating.kill()
+    assert process.returncode == 1, output + errors
+    first, second = report(out)["sizes"]
+    assert (first["outcome"], second["outcome"]) == ("passed", "guard-event") and "tighten fires: host" in second["why"]
+    assert 0 < sum(chunk["tokens"] for chunk in second["chunks"]) < 16000, "as far as it came"
+    assert second["lowest_bytes"]["host"] < first["lowest_bytes"]["host"]
+    assert any("tighten fires" in sentence for sentence in second["events"])
+    assert "guard-event: tighten fires" in output
+    wait_until(lambda: not any(row["in_force"] for row in deployment.status()["levels"]), 30, "all has gone back")
+    done = ramp(deployment, "--resume", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [size["outcome"] for size in report(out)["sizes"]] == ["passed", "passed"]
+    assert report(out)["sizes"][0]["seed"] == first["seed"], "what has passed is not measured again"
+
+
+def test_a_level_in_force_is_no_time_for_a_ramp(make: Make, tmp_path: Path) -> None:
+    dry = {"mode": "dry-run", "threshold": "1000GiB", "duration": "500ms", "pause": "1s", "hysteresis": "64MiB"}
+    deployment = make(settings={**LINE, "guard": {"floor": "64MiB", "margin": "64MiB", **OFF, "tighten": dry}}).up()
+    deployment.wait_phase("up")
+    wait_until(lambda: any(row["in_force"] for row in deployment.status()["levels"]), 10)
+    steps = len(deployment.get("/steps?worker=w0").json()["steps"])
+    done = ramp(deployment, "--output", str(tmp_path / "out"), "--sizes", "1k")
+    assert done.returncode == 1 and "tighten is in force" in done.stdout, done.stderr
+    assert len(deployment.get("/steps?worker=w0").json()["steps"]) == steps, "nothing was sent"
+
+
+def test_one_that_is_killed_goes_on_where_it_was(make: Make, tmp_path: Path, start: Start) -> None:
+    deployment = make(args=SLOW, settings=LINE).up()
+    deployment.wait_phase("up")
+    out = tmp_path / "out"
+    process = start(deployment, "--output", str(out), "--sizes", "1k,2k,16k", *LOW)
+    wait_until(lambda: (out / "report.json").exists() and len(report(out)["sizes"]) == 2, 30)
+    wait_until(lambda: in_flight(deployment), 10)
+    busy = ramp(deployment, "--resume", str(out))
+    assert busy.returncode == 78 and "another ramp writes there" in busy.stderr
+    process.kill()
+    process.wait()
+    seeds = [size["seed"] for size in report(out)["sizes"]]
+    both = ramp(deployment, "--resume", str(out), "--sizes", "1k")
+    assert both.returncode == 78 and "--resume" in both.stderr
+    done = ramp(deployment, "--resume", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = report(out)["sizes"]
+    assert [size["tokens"] for size in found] == [1000, 2000, 16000] and [size["seed"] for size in found][:2] == seeds
+    assert done.stderr.count("passed") == 1, "only the last was measured"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_what_it_has(make: Make, tmp_path: Path, start: Start, number: signal.Signals) -> None:
+    deployment = make(args=SLOW, settings=LINE).up()
+    deployment.wait_phase("up")
+    out = tmp_path / "out"
+    process = start(deployment, "--output", str(out), "--sizes", "16k", *LOW)
+    wait_until(lambda: in_flight(deployment), 20)
+    wait_until(lambda: len(deployment.get("/steps?worker=w0").json()["steps"]) > 8, 10)
+    process.send_signal(number)
+    errors = process.communicate(timeout=20)[1]
+    assert process.returncode == 75 and f"--resume {out}" in errors and "Traceback" not in errors, errors
+    [size] = report(out)["sizes"]
+    assert size["outcome"] == "interrupted" and size["chunks"]
+
+
+def test_an_engine_that_dies_ends_it_with_the_cause(make: Make, tmp_path: Path, start: Start) -> None:
+    deployment = make(args=SLOW, settings={**LINE, "limits": {"backoff_first": "60s"}}).up()
+    deployment.wait_phase("up")
+    process = start(deployment, "--output", str(tmp_path / "out"), "--sizes", "16k", *LOW)
+    wait_until(lambda: in_flight(deployment), 20)
+    os.kill(deployment.pid("worker"), signal.SIGKILL)
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 1, output + errors
+    [size] = report(tmp_path / "out")["sizes"]
+    assert size["outcome"] == "guard-event" and size["why"].startswith("rank-died"), size["why"]
+    again = ramp(deployment, "--resume", str(tmp_path / "out"))
+    assert again.returncode == 69 and "w0 is backing-off" in again.stderr
+
+
+def test_a_supervisor_that_goes_away_is_said_and_nothing_is_lost(make: Make, tmp_path: Path, start: Start) -> None:
+    deployment = make(args=SLOW, settings=LINE).up()
+    deployment.wait_phase("up")
+    process = start(deployment, "--output", str(tmp_path / "out"), "--sizes", "1k,16k", *LOW)
+    wait_until(lambda: (tmp_path / "out" / "report.json").exists() and len(report(tmp_path / "out")["sizes"]) == 1, 30)
+    wait_until(lambda: in_flight(deployment), 20)
+    assert deployment.process is not None
+    deployment.process.kill()
+    output, errors = process.communicate(timeout=30)
+    assert process.returncode == 75 and "Traceback" not in errors, output + errors
+    first, second = report(tmp_path / "out")["sizes"]
+    assert first["outcome"] == "passed" and second["outcome"] == "lost" and "no supervisor answers" in second["why"]
+
+
+def test_memory_under_the_floor_fails_the_first_size(make: Make, tmp_path: Path) -> None:
+    deployment = make(settings=LINE).up()
+    deployment.wait_phase("up")
+    done = ramp(deployment, "--output", str(tmp_path / "out"), "--sizes", "1k,2k", "--floor", "1000GiB")
+    assert done.returncode == 1 and "under-floor" in done.stdout and "1000GiB" in done.stdout, done.stdout + done.stderr
+    assert [size["outcome"] for size in report(tmp_path / "out")["sizes"]] == ["under-floor"], "a longer prompt takes more"
+
+
+def test_what_was_measured_is_printed_where_the_disk_takes_no_more(make: Make, tmp_path: Path) -> None:
+    """RLIMIT_FSIZE stands in for it: the first, empty report fits."""
+    deployment = make(settings=LINE).up()
+    deployment.wait_phase("up")
+    limited = ("import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)); " + _MAIN)
+    argv = [sys.executable, "-P", "-c", limited, "verify", "ramp", "--output", str(tmp_path / "out"), "--sizes", "8k,16k", *LOW,
+            "-c", str(deployment.file)]
+    done = subprocess.run(argv, env=deployment.env, text=True, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 75 and "report.json: File too large" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.loads(done.stdout.splitlines()[0])["tokens"] == 8000
+    assert report(tmp_path / "out")["sizes"] == [], "the one before is whole"
+
+
+def test_another_configuration_is_another_ramp(make: Make, tmp_path: Path) -> None:
+    deployment = make(settings=LINE).up()
+    deployment.wait_phase("up")
+    out = tmp_path / "out"
+    assert ramp(deployment, "--output", str(out), "--sizes", "1k", *LOW).returncode == 0
+    assert deployment.terminate() == 0
+    body = json.loads(deployment.file.read_text())
+    body["line"]["budget"] = 1_500_000
+    deployment.file.write_text(json.dumps(body))
+    deployment.up().wait_phase("up")
+    kept = (out / "report.json").read_bytes()
+    done = ramp(deployment, "--resume", str(out))
+    assert done.returncode == 78 and "budget was 2000000 and is 1500000" in done.stderr, done.stderr
+    assert (out / "report.json").read_bytes() == kept
+
+
+@pytest.mark.parametrize(("words", "code", "says"), [
+    (("--sizes", "1k,20k"), 78, "--sizes: 20000 tokens are more than the longest prompt here, 16380; name sizes up to 16380"),
+    (("--sizes", "2k,1k"), 2, "each size must be longer"), (("--floor", "2"), 2, "units"), (("--timeout", "0s"), 2, "between"),
+    (("--worker", "w7"), 78, "those that do: w0"), (("--endpoint", "nonsense"), 2, "http://HOST:PORT"),
+    (("--resume", "/nowhere"), 78, "/nowhere: cannot be read"), (("--output", "a", "--resume", "b"), 2, "not allowed with"),
+    (("--output", "/proc/nothing"), 78, "/proc/nothing: No such file"), (("--api-key-file", "/nowhere"), 78, "--api-key-file"),
+    (("--url", NOBODY), 69, "no supervisor answers"),
+    (("--endpoint", NOBODY, "--sizes", "1k", "--output", "out"), 75, "lost: the connection to")])
+def test_bad_input_is_one_clear_line(one: Deployment, tmp_path: Path, words: tuple[str, ...], code: int, says: str) -> None:
+    done = tightrank("verify", "ramp", *words, "-c", str(one.file), cwd=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert says in done.stderr + done.stdout, done.stdout + done.stderr
+    assert code == 75 or not [path for path in tmp_path.iterdir() if path.name.startswith("verify-ramp")]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """One deployment for all tests that do no harm to it; its engine asks for a key."""
+    directory = tmp_path_factory.mktemp("verify")
+    (directory / "key").write_text("sk-1\n")
+    deployment = Deployment(directory, settings=LINE)
+    body = json.loads(deployment.file.read_text())
+    body["workers"][0]["api_key_file"] = str(directory / "key")
+    deployment.file.write_text(json.dumps(body))
+    try:
+        deployment.up().wait_phase("up")
+        yield deployment
+    finally:
+        deployment.close()
+
+
+def test_the_engines_key_is_sent_and_without_it_the_refusal_is_said(one: Deployment, tmp_path: Path) -> None:
+    done = tightrank("verify", "ramp", "--sizes", "1k", *LOW, "-c", str(one.file), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "sk-1" not in "".join(path.read_text() for path in next(tmp_path.glob("verify-ramp-w0-*")).iterdir())
+    url = ("--url", f"http://127.0.0.1:{one.port}")
+    alone = tightrank("verify", "ramp", *url, "--sizes", "1k", cwd=tmp_path)
+    assert alone.returncode == 78 and "--floor" in alone.stderr, "without the file nobody knows it"
+    keyless = tightrank("verify", "ramp", *url, "--sizes", "1k", *LOW, "--output", "keyless", cwd=tmp_path)
+    assert keyless.returncode == 1 and "it answered 401: Unauthorized" in keyless.stdout, keyless.stderr
+    keyed = tightrank("verify", "ramp", *url, "--sizes", "1k", *LOW, "--output", "keyed", "--api-key-file",
+                      str(one.directory / "key"), cwd=tmp_path)
+    assert keyed.returncode == 0, keyed.stderr
+
+
+def test_a_ramp_through_the_gateway(make: Make, tmp_path: Path) -> None:
+    deployment = make(settings=LINE).up()
+    deployment.wait_phase("up")
+    gateway = GatewayProcess(tmp_path, supervisors=[f"http://127.0.0.1:{deployment.port}"])
+    try:
+        gateway.start()
+        done = ramp(deployment, "--endpoint", gateway.url, "--sizes", "1k,4k", *LOW, "--output", str(tmp_path / "out"))
+        assert done.returncode == 0, done.stderr + gateway.output
+        assert report(tmp_path / "out")["target"]["url"] == gateway.url
+        assert sum(chunk["tokens"] for chunk in report(tmp_path / "out")["sizes"][1]["chunks"]) == 4000
+    finally:
+        gateway.close()
+
+
+def test_a_prompt_that_takes_too_long_fails(make: Make, tmp_path: Path) -> None:
+    deployment = make(args=SLOW, settings=LINE).up()
+    deployment.wait_phase("up")
+    done = ramp(deployment, "--sizes", "16k", "--timeout", "1500ms", *LOW, "--output", str(tmp_path / "out"))
+    assert done.returncode == 1 and "timeout: not answered within --timeout 1.5 s" in done.stdout, done.stdout + done.stderr
