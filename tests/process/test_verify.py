@@ -294,3 +294,66 @@ def test_a_prompt_that_takes_too_long_fails(make: Make, tmp_path: Path) -> None:
     deployment.wait_phase("up")
     done = ramp(deployment, "--sizes", "16k", "--timeout", "1500ms", *LOW, "--output", str(tmp_path / "out"))
     assert done.returncode == 1 and "timeout: not answered within --timeout 1.5 s" in done.stdout, done.stdout + done.stderr
+
+
+def test_two_ramps_are_compared(make: Make, tmp_path: Path) -> None:
+    deployment = make(args=("--step-seconds", "0.02"), settings=LINE).up()
+    deployment.wait_phase("up")
+    for name in ("a", "b"):
+        assert ramp(deployment, "--sizes", "2k,8k", *LOW, "--output", str(tmp_path / name)).returncode == 0
+    done = tightrank("verify", "compare", str(tmp_path / "a"), str(tmp_path / "b" / "report.json"), "--tolerance", "0.9")
+    assert done.returncode == 0 and "B is " in done.stdout and "4K - 8K" in done.stdout, done.stdout + done.stderr
+    body = report(tmp_path / "b")
+    body["sizes"][1]["first_token_seconds"] *= 20
+    (tmp_path / "b" / "report.json").write_text(json.dumps(body))
+    slower = tightrank("verify", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--tolerance", "0.9", "--json")
+    assert slower.returncode == 1 and json.loads(slower.stdout)["verdict"] == "worse"
+    (tmp_path / "b" / "report.json").write_text("{")
+    for words, code in ((("a", "b"), 78), (("a", "nowhere"), 78), (("a", "b", "--tolerance", "2"), 2)):
+        bad = tightrank("verify", "compare", *words, cwd=tmp_path)
+        assert bad.returncode == code and "Traceback" not in bad.stderr, bad.stderr
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_answers_are_recorded_and_compared_after_a_restart_without_the_adapter(make: Make, tmp_path: Path, engine: str) -> None:
+    deployment = make(engine=engine, settings=LINE).up()
+    deployment.wait_phase("up")
+    record = tmp_path / "with.json"
+
+    def parity(*words: str) -> subprocess.CompletedProcess[str]:
+        return deployment.run("verify", "parity", *words)
+
+    done = parity("--record", str(record), "--sizes", "64,3k", "--answer-tokens", "5")
+    assert done.returncode == 0 and "4 answers of" in done.stdout, done.stderr
+    taken = parity("--record", str(record))
+    assert taken.returncode == 78 and "name another file" in taken.stderr
+    assert deployment.terminate() == 0
+    body = json.loads(deployment.file.read_text())
+    body["hooks"] = []
+    deployment.file.write_text(json.dumps(body))
+    deployment.up().wait_phase("up")
+    assert not deployment.worker()["ranks"], "nothing of ours is in it"
+    done = parity("--against", str(record))
+    assert done.returncode == 0 and "4 of 4 answers are equal" in done.stdout, done.stdout + done.stderr
+    url = f"http://127.0.0.1:{deployment.engine_port}"
+    both = parity("--with", url, "--without", url, "--sizes", "64", "--json")
+    assert both.returncode == 0 and json.loads(both.stdout)["alike"], both.stderr
+    told = json.loads(record.read_text())
+    told["answers"][1]["tokens"][3] += 1
+    record.write_text(json.dumps(told))
+    different = parity("--against", str(record))
+    assert different.returncode == 1 and "3 of 4 answers are equal, 0 part at a near tie, 1 differ" in different.stdout
+    assert "token 3" in different.stdout
+
+
+@pytest.mark.parametrize(("words", "code", "says"), [
+    (("--record", "a", "--against", "b"), 2, "not allowed with"), ((), 2, "required"), (("--with", NOBODY), 78, "give both"),
+    (("--with", NOBODY, "--without", NOBODY), 69, "nobody answers"), (("--against", "nowhere"), 78, "cannot be read"),
+    (("--against", "tightrank.yaml"), 78, "is no report of"),
+    (("--against", "x", "--sizes", "64"), 78, "leave the options out"),
+    (("--record", "new", "--sizes", "20k"), 1, "it answered 400: This model's maximum context length"),
+    (("--record", "/proc/new", "--sizes", "64"), 75, "/proc/new: ")])
+def test_bad_input_of_parity_is_one_clear_line(one: Deployment, words: tuple[str, ...], code: int, says: str) -> None:
+    done = tightrank("verify", "parity", *words, "-c", str(one.file), cwd=one.directory)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert says in done.stderr, done.stdout + done.stderr

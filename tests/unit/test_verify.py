@@ -173,7 +173,8 @@ def test_two_targets_are_the_same_when_all_that_counts_is() -> None:
 
 @pytest.mark.parametrize(("model", "ids"), [
     ({}, (5, 250)), ({"vocab_size": 128}, (5, 250)), ({"vocab_size": "x"}, (5, 250)),
-    ({"vocab_size": 128_000}, (32_000, 64_000)), ({"text_config": {"vocab_size": 1000}}, (250, 500)), ({"text_config": {}, "vocab_size": 1000}, (250, 500))])
+    ({"vocab_size": 128_000}, (32_000, 64_000)), ({"text_config": {"vocab_size": 1000}}, (250, 500)),
+    ({"text_config": {}, "vocab_size": 1000}, (250, 500))])
 def test_prompts_hold_no_special_tokens(model: dict[str, Any], ids: tuple[int, int]) -> None:
     assert token_range(model) == ids
 
