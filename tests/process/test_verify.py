@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployment import Deployment, Make
-from fleet import GatewayProcess
+from fleet import GatewayProcess, clean_env
 from helpers import ROOT, free_ports, tightrank, wait_until
 from memory import MemAvailable
 
@@ -42,7 +43,7 @@ def start() -> Iterator[Start]:
 
     def begin(deployment: Deployment, *words: str) -> subprocess.Popen[str]:
         argv = [sys.executable, "-P", "-c", _MAIN, "verify", "ramp", *words, "-c", str(deployment.file)]
-        started.append(subprocess.Popen(argv, env=deployment.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        started.append(subprocess.Popen(argv, env=clean_env(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
         return started[-1]
 
     yield begin
@@ -51,8 +52,25 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def in_flight(deployment: Deployment) -> bool:
-    return any(rank["in_flight"] for rank in deployment.worker()["ranks"])
+def until_prefilling(deployment: Deployment, process: subprocess.Popen[str], steps: int = 8) -> None:
+    """Until the engine is in the middle of a prompt, `steps` after its start."""
+    before = deployment.worker()["ranks"]
+
+    def there() -> bool:
+        time.sleep(0.2)              # the supervisor has better things to do than to answer us
+        assert process.poll() is None, process.communicate()
+        ranks = deployment.worker()["ranks"]
+        return any(rank["in_flight"] and rank["steps"] - first["steps"] >= steps
+                   for rank, first in zip(ranks, before, strict=True))
+    wait_until(there, 30, f"{steps} steps of a prompt")
+
+
+def until_passed(directory: Path, count: int, process: subprocess.Popen[str]) -> None:
+    def there() -> bool:
+        time.sleep(0.1)
+        assert process.poll() is None, process.communicate()
+        return (directory / "report.json").exists() and len(report(directory)["sizes"]) == count
+    wait_until(there, 40, f"{count} sizes in the report")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -94,7 +112,7 @@ def test_it_stops_at_the_first_level_that_fires(make: Make, tmp_path: Path, star
     deployment.wait_phase("up")
     out = tmp_path / "out"
     process = start(deployment, "--output", str(out), "--sizes", "1k,16k", *LOW)
-    wait_until(lambda: (out / "report.json").exists() and len(report(out)["sizes"]) == 1, 30)
+    until_passed(out, 1, process)
     hog = [sys.executable, str(ROOT / "tests" / "fakes" / "hog.py"), "--bytes", str(2000 * MIB), "--bytes-per-second",
            str(500 * MIB), "--threads", "1", "--seconds", "40"]
     with subprocess.Popen(hog, stdout=subprocess.DEVNULL) as eating:
@@ -132,8 +150,8 @@ def test_one_that_is_killed_goes_on_where_it_was(make: Make, tmp_path: Path, sta
     deployment.wait_phase("up")
     out = tmp_path / "out"
     process = start(deployment, "--output", str(out), "--sizes", "1k,2k,16k", *LOW)
-    wait_until(lambda: (out / "report.json").exists() and len(report(out)["sizes"]) == 2, 30)
-    wait_until(lambda: in_flight(deployment), 10)
+    until_passed(out, 2, process)
+    until_prefilling(deployment, process)
     busy = ramp(deployment, "--resume", str(out))
     assert busy.returncode == 78 and "another ramp writes there" in busy.stderr
     process.kill()
@@ -154,8 +172,7 @@ def test_a_signal_ends_it_with_what_it_has(make: Make, tmp_path: Path, start: St
     deployment.wait_phase("up")
     out = tmp_path / "out"
     process = start(deployment, "--output", str(out), "--sizes", "16k", *LOW)
-    wait_until(lambda: in_flight(deployment), 20)
-    wait_until(lambda: len(deployment.get("/steps?worker=w0").json()["steps"]) > 8, 10)
+    until_prefilling(deployment, process)
     process.send_signal(number)
     errors = process.communicate(timeout=20)[1]
     assert process.returncode == 75 and f"--resume {out}" in errors and "Traceback" not in errors, errors
@@ -167,12 +184,13 @@ def test_an_engine_that_dies_ends_it_with_the_cause(make: Make, tmp_path: Path, 
     deployment = make(args=SLOW, settings={**LINE, "limits": {"backoff_first": "60s"}}).up()
     deployment.wait_phase("up")
     process = start(deployment, "--output", str(tmp_path / "out"), "--sizes", "16k", *LOW)
-    wait_until(lambda: in_flight(deployment), 20)
+    until_prefilling(deployment, process)
     os.kill(deployment.pid("worker"), signal.SIGKILL)
     output, errors = process.communicate(timeout=30)
     assert process.returncode == 1, output + errors
     [size] = report(tmp_path / "out")["sizes"]
     assert size["outcome"] == "guard-event" and size["why"].startswith("rank-died"), size["why"]
+    deployment.wait_phase("backing-off")
     again = ramp(deployment, "--resume", str(tmp_path / "out"))
     assert again.returncode == 69 and "w0 is backing-off" in again.stderr
 
@@ -181,8 +199,8 @@ def test_a_supervisor_that_goes_away_is_said_and_nothing_is_lost(make: Make, tmp
     deployment = make(args=SLOW, settings=LINE).up()
     deployment.wait_phase("up")
     process = start(deployment, "--output", str(tmp_path / "out"), "--sizes", "1k,16k", *LOW)
-    wait_until(lambda: (tmp_path / "out" / "report.json").exists() and len(report(tmp_path / "out")["sizes"]) == 1, 30)
-    wait_until(lambda: in_flight(deployment), 20)
+    until_passed(tmp_path / "out", 1, process)
+    until_prefilling(deployment, process)
     assert deployment.process is not None
     deployment.process.kill()
     output, errors = process.communicate(timeout=30)
@@ -207,7 +225,7 @@ def test_what_was_measured_is_printed_where_the_disk_takes_no_more(make: Make, t
                "resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)); " + _MAIN)
     argv = [sys.executable, "-P", "-c", limited, "verify", "ramp", "--output", str(tmp_path / "out"), "--sizes", "8k,16k", *LOW,
             "-c", str(deployment.file)]
-    done = subprocess.run(argv, env=deployment.env, text=True, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(argv, env=clean_env(), text=True, capture_output=True, timeout=60, check=False)
     assert done.returncode == 75 and "report.json: File too large" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads(done.stdout.splitlines()[0])["tokens"] == 8000
@@ -302,7 +320,7 @@ def test_two_ramps_are_compared(make: Make, tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert ramp(deployment, "--sizes", "2k,8k", *LOW, "--output", str(tmp_path / name)).returncode == 0
     done = tightrank("verify", "compare", str(tmp_path / "a"), str(tmp_path / "b" / "report.json"), "--tolerance", "0.9")
-    assert done.returncode == 0 and "B is " in done.stdout and "4K - 8K" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "B is " in done.stdout and "4,096 - 8,192" in done.stdout, done.stdout + done.stderr
     body = report(tmp_path / "b")
     body["sizes"][1]["first_token_seconds"] *= 20
     (tmp_path / "b" / "report.json").write_text(json.dumps(body))

@@ -121,7 +121,7 @@ def test_peaks_are_per_rank() -> None:
 def test_bands_end_at_powers_of_two_and_the_end_of_a_prompt_is_no_chunk_size() -> None:
     found = bands([Chunk(0, 1024, 1.0, None), Chunk(1024, 512, 1.0, None), Chunk(1536, 256, 1.0, None),
                    Chunk(1792, 9, 0.5, None)])
-    assert [(band.name, band.tokens, band.seconds) for band in found] == [("0K - 1K", 1024, 1.0), ("1K - 2K", 777, 2.5)]
+    assert [(band.name, band.tokens, band.seconds) for band in found] == [("0 - 1,024", 1024, 1.0), ("1,024 - 2,048", 777, 2.5)]
     assert (found[1].largest_chunk, found[1].smallest_chunk, found[1].rate) == (512, 256, 777 / 2.5)
     assert bands([Chunk(5000, 9, 0.0, None)])[0].rate is None
 

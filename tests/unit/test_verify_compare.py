@@ -40,7 +40,7 @@ def test_each_band_of_both_is_set_beside_the_other() -> None:
     b = ramp(size(2048, 4.0, lowest=3 * GIB), size(4096, 9.0), engine="sglang")
     found = compare(A, b, 0.6)
     assert [(row.tokens, row.band, round(row.ratio or 0, 3)) for row in found.rows] == [
-        (2048, "", 0.5), (2048, "0K - 1K", 0.5), (2048, "1K - 2K", 0.5)]
+        (2048, "", 0.5), (2048, "0 - 1,024", 0.5), (2048, "1,024 - 2,048", 0.5)]
     assert found.only == (1024, 4096) and found.different == ("engine was vllm and is sglang",)
     assert ("2,048", "lowest memory", "4.00 GiB", "3.00 GiB", "-1,024 MiB") in table_rows(found)
     assert found.to_json()["lowest_bytes"] == [{"tokens": 2048, "a": 4 * GIB, "b": 3 * GIB}]

@@ -18,7 +18,12 @@ SHOWN_CHARACTERS = 500         # of what an engine says to a refused request
 
 
 class Refused(Exception):
-    """The endpoint answered, and not with what was asked for: a sentence with its own words."""
+    """The endpoint answered, and not with what was asked for: a sentence with its own words. `ours`: our request is at
+    fault."""
+
+    def __init__(self, why: str, ours: bool = False) -> None:
+        super().__init__(why)
+        self.ours = ours
 
 
 class Supervisor:
@@ -79,7 +84,7 @@ async def complete(http: httpx2.AsyncClient, target: Target, prompt: Sequence[in
     async with http.stream("POST", f"{target.url}/v1/completions", json=body, headers=authorization(key),
                            timeout=timeout) as response:
         if response.status_code != 200:
-            raise Refused(refusal(response.status_code, await response.aread()))
+            raise Refused(refusal(response.status_code, await response.aread()), response.status_code < 500)
         async for line in response.aiter_lines():
             if not line.startswith("data:"):
                 continue

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import floor, log10
 from xml.sax.saxutils import escape
 
@@ -25,12 +26,12 @@ class Line:
 
 
 def rate_plot(ramp: Ramp) -> str:
-    lines = [Line(short(size.tokens), _rates(size.chunks)) for size in ramp.sizes]
+    """The end of a prompt is short and says little, here and below."""
+    lines = [Line(short(size.tokens), _rates(size.chunks[:-1] or size.chunks)) for size in ramp.sizes]
     return plot("Prefill rate over the prefix", "prefix, tokens", "tokens a second", lines)
 
 
 def chunk_plot(ramp: Ramp) -> str:
-    """The end of a prompt is what it is, and is left out."""
     lines = [Line(short(size.tokens), _stairs(size.chunks[:-1])) for size in ramp.sizes]
     return plot("Chunk over the prefix", "prefix, tokens", "new tokens of a step", lines)
 
@@ -42,7 +43,7 @@ def memory_plot(ramp: Ramp) -> str:
         lines.append(Line(short(size.tokens), _memory(size, start)))
         start += size.seconds
     limits = (("at least", ramp.floor_bytes), ("guard", ramp.guard_floor_bytes))
-    lines += [Line(name, _level(limit, start), dashed=True) for name, limit in limits]
+    lines += [Line(f"{name} {limit / 2**30:.2f}", _level(limit, start), dashed=True) for name, limit in limits]
     return plot("Available memory of the host", "seconds", "GiB", lines)
 
 
@@ -67,8 +68,10 @@ def _rates(chunks: Sequence[Chunk]) -> Points:
 
 
 def _stairs(chunks: Sequence[Chunk]) -> Points:
-    return [point for chunk in chunks
-            for point in ((chunk.prefix, chunk.tokens), (chunk.prefix + chunk.tokens, chunk.tokens))]
+    """A step at each change."""
+    runs = [list(run) for _, run in groupby(chunks, key=lambda chunk: chunk.tokens)]
+    return [point for run in runs
+            for point in ((run[0].prefix, run[0].tokens), (run[-1].prefix + run[-1].tokens, run[0].tokens))]
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------

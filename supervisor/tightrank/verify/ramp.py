@@ -192,11 +192,7 @@ class Band:
 
     @property
     def name(self) -> str:
-        return f"{_binary(self.from_tokens)} - {_binary(self.to_tokens)}"
-
-
-def _binary(tokens: int) -> str:
-    return f"{tokens // 1024}K"
+        return f"{self.from_tokens:,} - {self.to_tokens:,}"
 
 
 def bands(chunks: Sequence[Chunk]) -> tuple[Band, ...]:

@@ -62,6 +62,14 @@ def _available(status: Json, worker: str, guard_lowest: int | None) -> Iterator[
     return ((name, free) for name, free in found if free is not None)
 
 
+class _Stopped(Exception):
+    """A size ended before it could pass."""
+
+    def __init__(self, outcome: Outcome, why: str) -> None:
+        super().__init__(why)
+        self.outcome, self.why = outcome, why
+
+
 class Runner:
     """Measures sizes of one worker."""
 
@@ -139,9 +147,11 @@ class Runner:
                 self._display.progress(chain(seen.steps, tokens), _lowest(seen))
             answer = asking.result()
         except Refused as error:
-            raise _Stopped(Outcome.REFUSED, str(error)) from None
+            stopped = _Stopped(Outcome.REFUSED, str(error))
+            raise stopped if error.ours else await self._explained(seen, stopped) from None
         except httpx2.HTTPError as error:
-            raise await self._broken(seen, f"the connection to {self._target.url} broke ({type(error).__name__})") from None
+            why = f"the connection to {self._target.url} broke ({type(error).__name__})"
+            raise await self._explained(seen, _Stopped(Outcome.LOST, why)) from None
         finally:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)     # closed, and what it raised beside us is nobody's
@@ -178,27 +188,18 @@ class Runner:
                 return
             await asyncio.sleep(LOOK_SECONDS / 4)
 
-    async def _broken(self, seen: _Seen, why: str) -> _Stopped:
-        """With the supervisor's reason, where it has one soon."""
+    async def _explained(self, seen: _Seen, stopped: _Stopped) -> _Stopped:
+        """With the supervisor's reason in its place, where it has one soon."""
         end = time.monotonic() + REASON_SECONDS
         while time.monotonic() < end:
             try:
                 found = await self._look(seen)
             except NotThere as error:
-                why, found = f"{why}; {error}", ""
-                break
+                return _Stopped(Outcome.LOST, f"{stopped.why}; {error}")
             if found:
                 return _Stopped(Outcome.GUARD_EVENT, found)
             await asyncio.sleep(LOOK_SECONDS / 2)
-        return _Stopped(Outcome.LOST, why)
-
-
-class _Stopped(Exception):
-    """A size ended before it could pass."""
-
-    def __init__(self, outcome: Outcome, why: str) -> None:
-        super().__init__(why)
-        self.outcome, self.why = outcome, why
+        return stopped
 
 
 def _last(steps: Sequence[Json], known: int) -> int:
