@@ -252,7 +252,7 @@ def test_another_configuration_is_another_ramp(make: Make, tmp_path: Path) -> No
     (("--sizes", "1k,20k"), 78, "--sizes: 20000 tokens are more than the longest prompt here, 16380; name sizes up to 16380"),
     (("--sizes", "2k,1k"), 2, "each size must be longer"), (("--floor", "2"), 2, "units"), (("--timeout", "0s"), 2, "between"),
     (("--worker", "w7"), 78, "those that do: w0"), (("--endpoint", "nonsense"), 2, "http://HOST:PORT"),
-    (("--resume", "/nowhere"), 78, "/nowhere: cannot be read"), (("--output", "a", "--resume", "b"), 2, "not allowed with"),
+    (("--resume", "/nowhere"), 78, "--resume /nowhere: is no"), (("--output", "a", "--resume", "b"), 2, "not allowed with"),
     (("--output", "/proc/nothing"), 78, "/proc/nothing: No such file"), (("--api-key-file", "/nowhere"), 78, "--api-key-file"),
     (("--url", NOBODY), 69, "no supervisor answers"),
     (("--endpoint", NOBODY, "--sizes", "1k", "--output", "out"), 75, "lost: the connection to")])
@@ -351,6 +351,9 @@ def test_answers_are_recorded_and_compared_after_a_restart_without_the_adapter(m
     deployment.file.write_text(json.dumps(body))
     deployment.up().wait_phase("up")
     assert not deployment.worker()["ranks"], "nothing of ours is in it"
+    blind = ramp(deployment, "--sizes", "1k", *LOW, "--output", str(tmp_path / "blind"))
+    assert blind.returncode == 0 and report(tmp_path / "blind")["sizes"][0]["chunks"] == [], blind.stderr
+    assert "| no records |" in (tmp_path / "blind" / "report.md").read_text()
     done = parity("--against", str(record))
     assert done.returncode == 0 and "4 of 4 answers are equal" in done.stdout, done.stdout + done.stderr
     url = f"http://127.0.0.1:{deployment.engine_port}"

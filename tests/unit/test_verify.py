@@ -225,6 +225,11 @@ def test_the_memory_of_the_host_is_judged_and_not_that_of_a_device() -> None:
     assert size(1000).lowest == 8 * GIB and size(1000, lowest_bytes={"rank 0": 1}).lowest is None
 
 
+def test_the_peaks_of_a_prompt_are_held_against_each_other() -> None:
+    chunks = (Chunk(0, 1, 1.0, 5), Chunk(1, 1, 1.0, None), Chunk(2, 1, 1.0, 9))
+    assert size(1000, chunks=chunks).rise_bytes == 4 and size(1000, chunks=chunks[1:2]).rise_bytes is None
+
+
 def test_a_verdict_is_about_all_sizes() -> None:
     passed, sentence = verdict(ramp(size(1000), size(4000)))
     assert passed and "all 2 sizes up to 4k tokens passed, available memory never under 8.00 GiB" in sentence

@@ -77,6 +77,8 @@ def _register_ramp(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _ramp(arguments: argparse.Namespace) -> int:
     if arguments.resume and (arguments.sizes or arguments.floor is not None or arguments.answer_tokens):
         raise ConfigError("--resume: sizes, floor and length of the answers are those of its report; leave the options out")
+    if arguments.resume and not arguments.resume.is_dir():
+        raise ConfigError(f"--resume {arguments.resume}: is no directory of a ramp")
     known = read_known(arguments)
     before = store.load(arguments.resume) if arguments.resume else None
     if before is not None:

@@ -84,7 +84,7 @@ async def complete(http: httpx2.AsyncClient, target: Target, prompt: Sequence[in
     async with http.stream("POST", f"{target.url}/v1/completions", json=body, headers=authorization(key),
                            timeout=timeout) as response:
         if response.status_code != 200:
-            raise Refused(refusal(response.status_code, await response.aread()), response.status_code < 500)
+            raise Refused(refusal(response.status_code, await response.aread()), _ours(response.status_code))
         async for line in response.aiter_lines():
             if not line.startswith("data:"):
                 continue
@@ -96,6 +96,11 @@ async def complete(http: httpx2.AsyncClient, target: Target, prompt: Sequence[in
     if first is None:
         raise Refused("the answer ended without a token")
     return Answer(first, time.monotonic() - began, response.headers.get("x-tightrank-worker", ""))
+
+
+def _ours(status: int) -> bool:
+    """429 is the gateway's: memory is short."""
+    return status < 500 and status != 429
 
 
 def _event(text: str) -> Json:

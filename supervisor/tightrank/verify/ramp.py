@@ -61,6 +61,12 @@ class Size:
         return self.tokens / self.first_token_seconds if self.first_token_seconds else None
 
     @property
+    def rise_bytes(self) -> int | None:
+        """By how much the peaks of its steps differ: what the rank holds at rest is in all of them. None: not known."""
+        known = [chunk.peak_bytes for chunk in self.chunks if chunk.peak_bytes is not None]
+        return max(known) - min(known) if known else None
+
+    @property
     def lowest(self) -> int | None:
         """Of the host, which the guard looks at more often than the supervisor; None: not known. The memory of a device of
         its own is told per rank and not judged: engines keep what they have freed."""

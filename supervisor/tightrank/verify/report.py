@@ -14,7 +14,7 @@ def markdown(ramp: Ramp) -> str:
     parts = [f"# Ramp of {target['worker']}: {'passed' if passed else 'not passed'}", f"{sentence[:1].upper()}{sentence[1:]}.",
              f"{target['engine']} {target['engine_version'] or ''} with {target['served_model']}, begun {begun}; requests went "
              f"to {target['url']}, {ramp.answer_tokens} tokens of answer each. Available memory had to keep over "
-             f"{gib(ramp.floor_bytes)}; the guard ends all ranks under {gib(ramp.guard_floor_bytes)}."]
+             f"{ramp.floor_bytes >> 20:,} MiB; the guard ends all ranks under {ramp.guard_floor_bytes >> 20:,} MiB."]
     if ramp.sizes:
         parts += [_table(_sizes(ramp)), "## Prefill rate at each prefix, tokens a second", _table(_bands(ramp)),
                   "![](rate.svg)", "## Chunks, new tokens of a step", _table(_chunks(ramp)), "![](chunk.svg)",
@@ -88,10 +88,11 @@ def _span(band: Band) -> str:
 
 def _memory(ramp: Ramp) -> Iterator[tuple[str, ...]]:
     names = sorted({name for size in ramp.sizes for name in (*size.lowest_bytes, *size.peak_bytes)})
-    yield "prompt", *(f"lowest available, {name}" for name in names), "highest peak of a step"
+    yield "prompt", *(f"lowest available, {name}" for name in names), "highest peak of a step", "its steps' peaks differ by"
     for size in ramp.sizes:
         peaks = ", ".join(f"{name} {gib(peak)}" for name, peak in sorted(size.peak_bytes.items()))
-        yield short(size.tokens), *(gib(size.lowest_bytes.get(name)) for name in names), peaks or "not known"
+        rise = "not known" if size.rise_bytes is None else f"{size.rise_bytes / 2**20:,.0f} MiB"
+        yield short(size.tokens), *(gib(size.lowest_bytes.get(name)) for name in names), peaks or "not known", rise
 
 
 def _events(ramp: Ramp) -> Iterator[str]:
