@@ -6,14 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deployment import Deployment, Make
-from fleet import GatewayProcess, clean_env
+from fleet import GatewayProcess, Supervised, clean_env
 from helpers import ROOT, free_ports, tightrank, wait_until
 from memory import MemAvailable
 
@@ -34,6 +36,11 @@ def ramp(deployment: Deployment, *words: str, timeout: float = 90) -> subprocess
 def report(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((directory / "report.json").read_text())
     return found
+
+
+def change(deployment: Deployment, **keys: Any) -> None:
+    """Of its file."""
+    deployment.file.write_text(json.dumps({**json.loads(deployment.file.read_text()), **keys}))
 
 
 @pytest.fixture
@@ -238,9 +245,7 @@ def test_another_configuration_is_another_ramp(make: Make, tmp_path: Path) -> No
     out = tmp_path / "out"
     assert ramp(deployment, "--output", str(out), "--sizes", "1k", *LOW).returncode == 0
     assert deployment.terminate() == 0
-    body = json.loads(deployment.file.read_text())
-    body["line"]["budget"] = 1_500_000
-    deployment.file.write_text(json.dumps(body))
+    change(deployment, line={**LINE["line"], "budget": 1_500_000})
     deployment.up().wait_phase("up")
     kept = (out / "report.json").read_bytes()
     done = ramp(deployment, "--resume", str(out))
@@ -269,9 +274,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     directory = tmp_path_factory.mktemp("verify")
     (directory / "key").write_text("sk-1\n")
     deployment = Deployment(directory, settings=LINE)
-    body = json.loads(deployment.file.read_text())
-    body["workers"][0]["api_key_file"] = str(directory / "key")
-    deployment.file.write_text(json.dumps(body))
+    [worker] = json.loads(deployment.file.read_text())["workers"]
+    change(deployment, workers=[{**worker, "api_key_file": str(directory / "key")}])
     try:
         deployment.up().wait_phase("up")
         yield deployment
@@ -305,6 +309,61 @@ def test_a_ramp_through_the_gateway(make: Make, tmp_path: Path) -> None:
         assert sum(chunk["tokens"] for chunk in report(tmp_path / "out")["sizes"][1]["chunks"]) == 4000
     finally:
         gateway.close()
+
+
+TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
+
+
+@pytest.mark.parametrize(("answer", "headers", "code", "says"), [
+    (TOKEN + b"data: [DONE]\n\n", {}, 0, "passed"),
+    (TOKEN + b"data: [DONE]\n\n", {"X-Tightrank-Worker": "p0,w0@h:9470"}, 0, "passed"),
+    (TOKEN + b"data: [DONE]\n\n", {"X-Tightrank-Worker": "w9"}, 1, "refused: the gateway sent it to w9, not to w0"),
+    (TOKEN + b'data: {"error": {"message": "no KV"}}\n\n', {}, 1, 'the answer broke off: {"error": {"message": "no KV"'),
+    (TOKEN + b"data: \xff\xfe{\n\n", {}, 1, "the answer broke off"), (b"data: []\n\n", {}, 1, "the answer broke off: []"),
+    (TOKEN, {}, 1, "the answer broke off before its end"), (b"", {}, 1, "the answer broke off"), (b": beat\n\ndata: [DONE]\n\n", {}, 1, "without a token"),
+    (TOKEN, {"Content-Length": "9999"}, 75, "lost: the connection to")])
+def test_an_endpoint_that_answers_oddly(one: Deployment, tmp_path: Path, answer: bytes, headers: dict[str, str], code: int,
+                                        says: str) -> None:
+    class Odd(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        endpoint = ("--endpoint", f"http://127.0.0.1:{server.server_address[1]}", "-c", str(one.file))
+        done = tightrank("verify", "ramp", "--sizes", "64", *LOW, "--output", "out", *endpoint, cwd=tmp_path)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stdout + done.stderr
+    assert says in done.stdout, done.stdout
+
+
+def test_a_prefill_worker_is_reached_through_the_gateway_of_the_file(tmp_path: Path) -> None:
+    """A pair of fakes that send no step records; what a client and the supervisor see of it is there."""
+    pair = Supervised(tmp_path, "sglang", prefills=1, decodes=1)
+    gateway = GatewayProcess(tmp_path, supervisors=[pair.url])
+    change(pair.deployment, gateway={"port": gateway.port})
+    try:
+        pair.start()
+        gateway.start()
+        done = ramp(pair.deployment, "--sizes", "500,1k", *LOW, "--output", str(tmp_path / "out"))
+        assert done.returncode == 0, done.stdout + done.stderr + gateway.output
+        found = report(tmp_path / "out")
+        assert found["target"]["role"] == "prefill" and found["target"]["url"] == f"http://127.0.0.1:{gateway.port}"
+        assert all(size["first_token_seconds"] > 0 for size in found["sizes"])
+    finally:
+        gateway.close()
+        pair.close()
 
 
 def test_a_prompt_that_takes_too_long_fails(make: Make, tmp_path: Path) -> None:
@@ -346,9 +405,7 @@ def test_answers_are_recorded_and_compared_after_a_restart_without_the_adapter(m
     taken = parity("--record", str(record))
     assert taken.returncode == 78 and "name another file" in taken.stderr
     assert deployment.terminate() == 0
-    body = json.loads(deployment.file.read_text())
-    body["hooks"] = []
-    deployment.file.write_text(json.dumps(body))
+    change(deployment, hooks=[])
     deployment.up().wait_phase("up")
     assert not deployment.worker()["ranks"], "nothing of ours is in it"
     blind = ramp(deployment, "--sizes", "1k", *LOW, "--output", str(tmp_path / "blind"))

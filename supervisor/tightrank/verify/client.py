@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,17 +85,22 @@ async def complete(http: httpx2.AsyncClient, target: Target, prompt: Sequence[in
                            timeout=timeout) as response:
         if response.status_code != 200:
             raise Refused(refusal(response.status_code, await response.aread()), _ours(response.status_code))
-        async for line in response.aiter_lines():
-            if not line.startswith("data:"):
-                continue
-            if line[5:].strip() == "[DONE]":
-                break
-            event = _event(line[5:])
+        async for event in _events(response):
             if first is None and event.get("choices"):
                 first = time.monotonic() - began
     if first is None:
         raise Refused("the answer ended without a token")
     return Answer(first, time.monotonic() - began, response.headers.get("x-tightrank-worker", ""))
+
+
+async def _events(response: httpx2.Response) -> AsyncIterator[Json]:
+    """Of a stream that ends as it should. Raises Refused."""
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            if line[5:].strip() == "[DONE]":
+                return
+            yield _event(line[5:])
+    raise Refused("the answer broke off before its end")
 
 
 def _ours(status: int) -> bool:
