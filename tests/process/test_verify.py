@@ -320,7 +320,8 @@ TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
     (TOKEN + b"data: [DONE]\n\n", {"X-Tightrank-Worker": "w9"}, 1, "refused: the gateway sent it to w9, not to w0"),
     (TOKEN + b'data: {"error": {"message": "no KV"}}\n\n', {}, 1, 'the answer broke off: {"error": {"message": "no KV"'),
     (TOKEN + b"data: \xff\xfe{\n\n", {}, 1, "the answer broke off"), (b"data: []\n\n", {}, 1, "the answer broke off: []"),
-    (TOKEN, {}, 1, "the answer broke off before its end"), (b"", {}, 1, "the answer broke off"), (b": beat\n\ndata: [DONE]\n\n", {}, 1, "without a token"),
+    (TOKEN, {}, 1, "the answer broke off before its end"), (b"", {}, 1, "the answer broke off"),
+    (b": beat\n\ndata: [DONE]\n\n", {}, 1, "without a token"),
     (TOKEN, {"Content-Length": "9999"}, 75, "lost: the connection to")])
 def test_an_endpoint_that_answers_oddly(one: Deployment, tmp_path: Path, answer: bytes, headers: dict[str, str], code: int,
                                         says: str) -> None:

@@ -335,6 +335,11 @@ def test_a_plot_is_whole_and_nothing_lies_outside(lines: list[Line]) -> None:
         assert len(points) <= 401 and all(0 <= x <= 760 and 0 <= y <= 400 for x, y in points)
 
 
+def test_large_numbers_are_written_short() -> None:
+    text = plot("t", "x", "y", [Line("a", [(0, 0), (500_000, 2000)])])
+    assert ">400k<" in text and ">2000<" in text
+
+
 def test_the_plots_of_a_ramp_show_all_sizes(tmp_path: Path) -> None:
     store.save(tmp_path, ramp(size(1000), size(4000), replace(size(6000), chunks=())))
     for name, shown in (("rate.svg", 2), ("chunk.svg", 2), ("memory.svg", 5)):

@@ -117,6 +117,7 @@ def test_what_both_engines_say_is_read() -> None:
 @pytest.mark.parametrize(("engine", "body"), [
     ("vllm", {}), ("vllm", {"choices": []}), ("vllm", {"choices": [{"logprobs": None}]}), ("vllm", []),
     ("sglang", {"meta_info": {}}),
+    ("vllm", {"choices": [{"logprobs": {"tokens": ["a:7"], "token_logprobs": [-1], "top_logprobs": [{"a:7": -1}]}}]}),
     ("vllm", {"choices": [{"logprobs": {"tokens": [" a"], "token_logprobs": [-1], "top_logprobs": [{" a": -1}]}}]}),
     ("vllm", {"choices": [{"logprobs": {"tokens": [], "token_logprobs": [], "top_logprobs": []}}]}),
     ("sglang", {"meta_info": {"output_token_logprobs": [[-1, 1, None]], "output_top_logprobs": [[]]}}),

@@ -28,7 +28,7 @@ def gib(count: float | None) -> str:
 
 
 def _table(rows: Iterable[Sequence[str]]) -> str:
-    head, *rest = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([head, "|" + "---|" * (head.count(" | ") + 1), *rest])
 
 
