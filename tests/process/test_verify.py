@@ -255,6 +255,7 @@ def test_another_configuration_is_another_ramp(make: Make, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("words", "code", "says"), [
     (("--sizes", "1k,20k"), 78, "--sizes: 20000 tokens are more than the longest prompt here, 16380; name sizes up to 16380"),
+    (("--answer-tokens", "16384"), 78, "--answer-tokens: 16384 leave no room for a prompt; 16383 is the most"),
     (("--sizes", "2k,1k"), 2, "each size must be longer"), (("--floor", "2"), 2, "units"), (("--timeout", "0s"), 2, "between"),
     (("--worker", "w7"), 78, "those that do: w0"), (("--endpoint", "nonsense"), 2, "http://HOST:PORT"),
     (("--resume", "/nowhere"), 78, "--resume /nowhere: is no"), (("--output", "a", "--resume", "b"), 2, "not allowed with"),

@@ -6,7 +6,9 @@ import json
 import sys
 import time
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tightrank.cli import parity
 from tightrank.cli.common import table
@@ -16,7 +18,7 @@ from tightrank.errors import EXIT_TEMPORARY, ConfigError
 from tightrank.verify import store
 from tightrank.verify.compare import compare, table_rows
 from tightrank.verify.ramp import Outcome, Ramp, parse_sizes, parse_tokens, sizes_for, verdict
-from tightrank.verify.target import Target, differences
+from tightrank.verify.target import Settings, Target, differences
 
 _EXIT_FAILED = 1
 _ANSWER_TOKENS = 4             # a few: decode is not what is measured
@@ -80,26 +82,46 @@ def _ramp(arguments: argparse.Namespace) -> int:
     if arguments.resume and not arguments.resume.is_dir():
         raise ConfigError(f"--resume {arguments.resume}: is no directory of a ramp")
     known = read_known(arguments)
-    before = store.load(arguments.resume) if arguments.resume else None
-    if before is not None:
-        arguments.worker = arguments.worker or before.target["worker"]
-        arguments.endpoint = arguments.endpoint or before.target["url"]
-    return guarded(lambda: _measured(arguments, known, before))
+    return guarded(lambda: _go_on(arguments, known) if arguments.resume else _begin(arguments, known))
 
 
-async def _measured(arguments: argparse.Namespace, known: Known, before: Ramp | None) -> int:
-    from tightrank.verify.progress import display
-    from tightrank.verify.run import Runner, Settings, client
+async def _begin(arguments: argparse.Namespace, known: Known) -> int:
+    from tightrank.verify.run import client
 
     async with client() as http:
         target = await find_target(http, arguments, known)
-        ramp = _begun(arguments, known, target) if before is None else _same(before, target, arguments.resume)
-        settings = Settings(api_key(arguments, known, target.worker), arguments.timeout, known.token_range)
-        directory = arguments.resume or _directory(arguments.output, target)
+        ramp, settings = _begun(arguments, known, target), _settings(arguments, known, target)
+        directory = _directory(arguments.output, target)
         with store.held(directory):
-            _save(directory, ramp)           # a disk that takes nothing is found before the first hour
-            ramp = await Runner(http, target, settings, display()).run(ramp, partial(_save, directory))
-    return _told(ramp, directory)
+            return await _run(http, target, settings, ramp, directory)
+
+
+async def _go_on(arguments: argparse.Namespace, known: Known) -> int:
+    from tightrank.verify.run import client
+
+    directory: Path = arguments.resume
+    with store.held(directory):              # before it is read: who holds it may have more in a moment
+        before = store.load(directory)
+        arguments.worker = arguments.worker or before.target["worker"]
+        arguments.endpoint = arguments.endpoint or before.target["url"]
+        async with client() as http:
+            target = await find_target(http, arguments, known)
+            other = "; ".join(islice(differences(before.target, target.identity()), 3))
+            if other:
+                raise ConfigError(f"--resume {directory}: it was begun on something else: {other}; begin a new ramp")
+            return await _run(http, target, _settings(arguments, known, target), before, directory)
+
+
+async def _run(http: Any, target: Target, settings: Settings, ramp: Ramp, directory: Path) -> int:
+    from tightrank.verify.progress import display
+    from tightrank.verify.run import Runner
+
+    _save(directory, ramp)                   # a disk that takes nothing is found before the first hour
+    return _told(await Runner(http, target, settings, display()).run(ramp, partial(_save, directory)), directory)
+
+
+def _settings(arguments: argparse.Namespace, known: Known, target: Target) -> Settings:
+    return Settings(api_key(arguments, known, target.worker), arguments.timeout, known.token_range)
 
 
 def _begun(arguments: argparse.Namespace, known: Known, target: Target) -> Ramp:
@@ -107,19 +129,14 @@ def _begun(arguments: argparse.Namespace, known: Known, target: Target) -> Ramp:
     if floor is None:
         raise ConfigError("--floor: without a configuration its default is not known; give it, for example --floor 2GiB")
     answer = arguments.answer_tokens or _ANSWER_TOKENS
-    longest = target.longest_prompt_tokens
+    longest = None if target.longest_prompt_tokens is None else target.longest_prompt_tokens - (answer - 1)
+    if longest is not None and longest < 1:
+        raise ConfigError(f"--answer-tokens: {answer} leave no room for a prompt; {target.longest_prompt_tokens} is the most")
     try:
-        sizes = sizes_for(arguments.sizes, None if longest is None else longest - (answer - 1))
+        sizes = sizes_for(arguments.sizes, longest)
     except ValueError as error:
         raise ConfigError(f"--sizes: {error}") from None
     return Ramp(time.time(), target.identity(), floor, target.guard_floor_bytes, sizes, answer)
-
-
-def _same(before: Ramp, target: Target, directory: Path) -> Ramp:
-    found = list(differences(before.target, target.identity()))
-    if found:
-        raise ConfigError(f"--resume {directory}: it was begun on something else: {'; '.join(found[:3])}; begin a new ramp")
-    return before
 
 
 def _directory(asked: Path | None, target: Target) -> Path:

@@ -14,20 +14,12 @@ import httpx2
 from tightrank.verify.client import Answer, Refused, Supervisor, complete
 from tightrank.verify.progress import Display
 from tightrank.verify.ramp import Chunk, Outcome, Ramp, Size, chain, judged, peaks, shared
-from tightrank.verify.target import Json, NotThere, Target, concerns, trouble
+from tightrank.verify.target import Json, NotThere, Settings, Target, concerns, trouble
 
 LOOK_SECONDS = 0.5             # between looks at the supervisor; the guard itself looks 10 to 100 times a second
 RECORDS_SECONDS = 3.0          # for the last records, which may come a moment after the answer
 REASON_SECONDS = 3.0           # for the reason of a connection that broke: the supervisor sees a death within a second
 SILENT_SECONDS = 5.0           # without a supervisor, the guard starts its daemon anew in less
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How to ask. `token_range`: from which IDs prompts are drawn."""
-    api_key: str | None
-    timeout_seconds: float
-    token_range: tuple[int, int]
 
 
 @dataclass(slots=True)

@@ -40,6 +40,14 @@ class Target:
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to ask. `token_range`: from which IDs prompts are drawn."""
+    api_key: str | None
+    timeout_seconds: float
+    token_range: tuple[int, int]
+
+
 def find(status: Json, plan: Json, supervisor: str, *, worker: str | None, endpoint: str | None,
          gateway: str | None) -> Target:
     """The worker of that name, or the first that takes prompts. `endpoint`: asked for; `gateway`: the configuration's.
