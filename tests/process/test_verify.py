@@ -378,12 +378,13 @@ def test_a_prompt_that_takes_too_long_fails(make: Make, tmp_path: Path) -> None:
 def test_two_ramps_are_compared(make: Make, tmp_path: Path) -> None:
     deployment = make(args=("--step-seconds", "0.02"), settings=LINE).up()
     deployment.wait_phase("up")
-    for name in ("a", "b"):
-        assert ramp(deployment, "--sizes", "2k,8k", *LOW, "--output", str(tmp_path / name)).returncode == 0
+    for name, sizes in (("a", "2k,8k"), ("b", "1k,2k,8k")):
+        assert ramp(deployment, "--sizes", sizes, *LOW, "--output", str(tmp_path / name)).returncode == 0
     done = tightrank("verify", "compare", str(tmp_path / "a"), str(tmp_path / "b" / "report.json"), "--tolerance", "0.9")
     assert done.returncode == 0 and "B is " in done.stdout and "4,096 - 8,192" in done.stdout, done.stdout + done.stderr
+    assert "in one of them only: 1k" in done.stdout
     body = report(tmp_path / "b")
-    body["sizes"][1]["first_token_seconds"] *= 20
+    body["sizes"][2]["first_token_seconds"] *= 20
     (tmp_path / "b" / "report.json").write_text(json.dumps(body))
     slower = tightrank("verify", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--tolerance", "0.9", "--json")
     assert slower.returncode == 1 and json.loads(slower.stdout)["verdict"] == "worse"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tightrank.verify.compare import compare, table_rows
+from tightrank.verify.compare import band_rows, compare, size_rows
 from tightrank.verify.parity import NEAR_TIE, Answer, Prompt, alike, from_json, judge, read, request, sentence, to_json
 from tightrank.verify.ramp import Chunk, Outcome, Ramp, Size
 
@@ -39,18 +39,21 @@ def test_worse_is_slower_than_the_tolerance_or_not_passed_any_more(b: Ramp, verd
 def test_each_band_of_both_is_set_beside_the_other() -> None:
     b = ramp(size(2048, 4.0, lowest=3 * GIB), size(4096, 9.0), engine="sglang")
     found = compare(A, b, 0.6)
-    assert [(row.tokens, row.band, round(row.ratio or 0, 3)) for row in found.rows] == [
-        (2048, "", 0.5), (2048, "0 - 1,024", 0.5), (2048, "1,024 - 2,048", 0.5)]
+    assert list(band_rows(found))[1:] == [("2,048", "0 - 1,024", "1,024", "512", "0.500"),
+                                          ("2,048", "1,024 - 2,048", "1,024", "512", "0.500")]
     assert found.only == (1024, 4096) and found.different == ("engine was vllm and is sglang",)
-    assert ("2,048", "lowest memory", "4.00 GiB", "3.00 GiB", "-1,024 MiB") in table_rows(found)
-    assert found.to_json()["lowest_bytes"] == [{"tokens": 2048, "a": 4 * GIB, "b": 3 * GIB}]
+    assert list(size_rows(found))[1:] == [
+        ("2,048", "1,024", "512", "0.500", "4.00 GiB", "3.00 GiB", "not known", "not known")]
+    body = found.to_json()
+    assert body["sizes"][0]["ratio"] == body["bands"][0]["ratio"] == 0.5
+    assert (body["sizes"][0]["a"]["lowest_bytes"], body["sizes"][0]["b"]["lowest_bytes"]) == (4 * GIB, 3 * GIB)
 
 
 def test_what_is_not_known_is_no_ratio() -> None:
     unseen = replace(size(1024, 1.0), first_token_seconds=None, chunks=(), lowest_bytes={})
     found = compare(A, ramp(unseen), 0.05)
-    assert [row.ratio for row in found.rows] == [None, None] and found.verdict == "same"
-    assert table_rows(found)[1][3] == "none" and table_rows(found)[-1][3:] == ("not known", "")
+    assert list(band_rows(found))[1][3:] == ("none", "") and found.verdict == "same"
+    assert list(size_rows(found))[1] == ("1,024", "1,024", "passed", "", "4.00 GiB", "not known", "not known", "not known")
 
 
 def test_ramps_without_a_common_size_are_not_compared() -> None:

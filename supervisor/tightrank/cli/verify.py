@@ -16,8 +16,8 @@ from tightrank.cli.target import Known, add_target_options, api_key, find_target
 from tightrank.config.units import Duration, Size
 from tightrank.errors import EXIT_TEMPORARY, ConfigError
 from tightrank.verify import store
-from tightrank.verify.compare import compare, table_rows
-from tightrank.verify.ramp import Outcome, Ramp, parse_sizes, parse_tokens, sizes_for, verdict
+from tightrank.verify.compare import band_rows, compare, size_rows
+from tightrank.verify.ramp import Outcome, Ramp, parse_sizes, parse_tokens, short, sizes_for, verdict
 from tightrank.verify.target import Settings, Target, differences
 
 _EXIT_FAILED = 1
@@ -206,7 +206,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found.to_json(), indent=2))
     else:
-        print(table(table_rows(found), right=(2, 3, 4)), f"\nB is {found.verdict}", *found.worse, sep="\n")
+        print(table(list(band_rows(found)), right=(2, 3, 4)), "", table(list(size_rows(found)), right=range(1, 8)), "",
+              f"B is {found.verdict}", *found.worse, sep="\n")
+        if found.only:
+            print(f"in one of them only: {', '.join(map(short, found.only))}")
         for difference in found.different:
             print(f"measured on something else: {difference}")
     return _EXIT_FAILED if found.verdict == "worse" else 0

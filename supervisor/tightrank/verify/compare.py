@@ -1,27 +1,22 @@
 """Two ramps side by side: what the second is slower or faster at, and where memory was lower. Pure."""
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tightrank.verify.ramp import Outcome, Ramp, Size, short
-from tightrank.verify.report import by_band, gib, number
+from tightrank.verify.report import by_band, gib, mib, number
 from tightrank.verify.target import differences
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One rate in both ramps, tokens a second: of a whole prompt (`band` "") or of a band of it."""
+    """One rate in both ramps, tokens a second, at the prefixes of a band."""
     tokens: int
     band: str
     a: float | None
     b: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """B over A; None where one of them is not known."""
-        return self.b / self.a if self.a and self.b else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +24,29 @@ class Comparison:
     """`worse`: in sentences, what is worse in B than in A. `only`: sizes that one of them lacks, tokens."""
     verdict: str                       # better | same | worse
     worse: tuple[str, ...]
-    rows: tuple[Row, ...]
-    lowest: tuple[tuple[int, int | None, int | None], ...]     # (tokens, A, B), bytes
+    pairs: tuple[tuple[Size, Size], ...]
     only: tuple[int, ...]
     different: tuple[str, ...]         # of what was measured
 
     def to_json(self) -> dict[str, Any]:
         return {"verdict": self.verdict, "worse": list(self.worse), "only_in_one": list(self.only),
                 "different": list(self.different),
-                "rates": [{"tokens": row.tokens, "band": row.band, "a": row.a, "b": row.b, "ratio": row.ratio}
-                          for row in self.rows],
-                "lowest_bytes": [{"tokens": tokens, "a": a, "b": b} for tokens, a, b in self.lowest]}
+                "sizes": [{"tokens": a.tokens, "ratio": ratio(a.rate, b.rate), "a": _numbers(a), "b": _numbers(b)}
+                          for a, b in self.pairs],
+                "bands": [{**asdict(row), "ratio": ratio(row.a, row.b)} for row in self.rows]}
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(row for pair in self.pairs for row in _rows(*pair))
+
+
+def _numbers(size: Size) -> dict[str, Any]:
+    return {"outcome": size.outcome, "tokens_per_second": size.rate, "lowest_bytes": size.lowest, "rise_bytes": size.rise_bytes}
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    """B over A; None where one of them is not known."""
+    return b / a if a and b else None
 
 
 def compare(a: Ramp, b: Ramp, tolerance: float) -> Comparison:
@@ -51,13 +58,11 @@ def compare(a: Ramp, b: Ramp, tolerance: float) -> Comparison:
     both = sorted(ours.keys() & theirs.keys())
     if not both:
         raise ValueError(f"no size in common: {_sizes(a)} and {_sizes(b)}")
-    pairs = [(ours[tokens], theirs[tokens]) for tokens in both]
-    rows = tuple(row for pair in pairs for row in _rows(*pair))
+    pairs = tuple((ours[tokens], theirs[tokens]) for tokens in both)
     worse = tuple(sentence for pair in pairs for sentence in _worse(*pair, tolerance))
-    faster = any(row.ratio is not None and row.ratio > 1 + tolerance for row in rows if not row.band)
-    return Comparison("worse" if worse else "better" if faster else "same", worse, rows,
-                      tuple((x.tokens, x.lowest, y.lowest) for x, y in pairs), tuple(sorted(ours.keys() ^ theirs.keys())),
-                      tuple(differences(a.target, b.target)))
+    faster = any((ratio(x.rate, y.rate) or 0.0) > 1 + tolerance for x, y in pairs)
+    return Comparison("worse" if worse else "better" if faster else "same", worse, pairs,
+                      tuple(sorted(ours.keys() ^ theirs.keys())), tuple(differences(a.target, b.target)))
 
 
 def _sizes(ramp: Ramp) -> str:
@@ -65,7 +70,6 @@ def _sizes(ramp: Ramp) -> str:
 
 
 def _rows(a: Size, b: Size) -> Iterator[Row]:
-    yield Row(a.tokens, "", a.rate, b.rate)
     first, second = by_band((a,)), by_band((b,))
     for band in by_band((a, b)):
         x, y = first.get(band, {}).get(a.tokens), second.get(band, {}).get(b.tokens)
@@ -79,11 +83,21 @@ def _worse(a: Size, b: Size, tolerance: float) -> Iterator[str]:
         yield f"{short(a.tokens)}: {b.rate:,.0f} tokens/s in B, {a.rate:,.0f} in A ({b.rate / a.rate:.3f} of it)"
 
 
-def table_rows(found: Comparison) -> Sequence[tuple[str, ...]]:
-    """For a person: rates first, then memory."""
-    rows = [("prompt", "prefix", "A tokens/s", "B tokens/s", "B / A")]
-    rows += [(short(row.tokens), row.band or "all", number(row.a) or "none", number(row.b) or "none",
-              "" if row.ratio is None else f"{row.ratio:.3f}") for row in found.rows]
-    rows += [(short(tokens), "lowest memory", gib(a), gib(b), "" if a is None or b is None else f"{(b - a) / 2**20:+,.0f} MiB")
-             for tokens, a, b in found.lowest]
-    return rows
+def size_rows(found: Comparison) -> Iterator[tuple[str, ...]]:
+    """Whole prompts, for a person."""
+    yield ("prompt", "A tokens/s", "B tokens/s", "B / A", "A lowest memory", "B lowest memory", "A peaks differ by",
+           "B peaks differ by")
+    for a, b in found.pairs:
+        yield (short(a.tokens), number(a.rate) or str(a.outcome), number(b.rate) or str(b.outcome), _shown(a.rate, b.rate),
+               gib(a.lowest), gib(b.lowest), mib(a.rise_bytes), mib(b.rise_bytes))
+
+
+def band_rows(found: Comparison) -> Iterator[tuple[str, ...]]:
+    yield "prompt", "prefix", "A tokens/s", "B tokens/s", "B / A"
+    for row in found.rows:
+        yield short(row.tokens), row.band, number(row.a) or "none", number(row.b) or "none", _shown(row.a, row.b)
+
+
+def _shown(a: float | None, b: float | None) -> str:
+    share = ratio(a, b)
+    return "" if share is None else f"{share:.3f}"

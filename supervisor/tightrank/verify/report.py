@@ -27,6 +27,10 @@ def gib(count: float | None) -> str:
     return "not known" if count is None else f"{count / 2**30:.2f} GiB"
 
 
+def mib(count: float | None) -> str:
+    return "not known" if count is None else f"{count / 2**20:,.0f} MiB"
+
+
 def _table(rows: Iterable[Sequence[str]]) -> str:
     head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([head, "|" + "---|" * (head.count(" | ") + 1), *rest])
@@ -35,9 +39,9 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 def _sizes(ramp: Ramp) -> Iterator[tuple[str, ...]]:
     yield "prompt", "result", "first token", "tokens/s", "steps", "lowest available", "over the limit by"
     for size in ramp.sizes:
-        over = None if size.lowest is None else (size.lowest - ramp.floor_bytes) / 2**20
+        over = None if size.lowest is None else size.lowest - ramp.floor_bytes
         yield (short(size.tokens), str(size.outcome), _seconds(size.first_token_seconds), number(size.rate), _steps(size),
-               gib(size.lowest), "not known" if over is None else f"{over:,.0f} MiB")
+               gib(size.lowest), mib(over))
 
 
 def _seconds(value: float | None) -> str:
@@ -91,8 +95,8 @@ def _memory(ramp: Ramp) -> Iterator[tuple[str, ...]]:
     yield "prompt", *(f"lowest available, {name}" for name in names), "highest peak of a step", "its steps' peaks differ by"
     for size in ramp.sizes:
         peaks = ", ".join(f"{name} {gib(peak)}" for name, peak in sorted(size.peak_bytes.items()))
-        rise = "not known" if size.rise_bytes is None else f"{size.rise_bytes / 2**20:,.0f} MiB"
-        yield short(size.tokens), *(gib(size.lowest_bytes.get(name)) for name in names), peaks or "not known", rise
+        lowest = (gib(size.lowest_bytes.get(name)) for name in names)
+        yield short(size.tokens), *lowest, peaks or "not known", mib(size.rise_bytes)
 
 
 def _events(ramp: Ramp) -> Iterator[str]:
