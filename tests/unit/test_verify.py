@@ -315,6 +315,8 @@ def test_a_report_says_what_passed_and_what_did_not() -> None:
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
     assert len(tables) == 4 and all(len({row.count("|") for row in table}) == 1 for table in tables)
     assert "## Memory" not in markdown(ramp())
+    blind = markdown(ramp(size(1000, Outcome.REFUSED, "it answered 400: too long.", chunks=())))
+    assert "too long.\n" in blind and "| no records |" in blind and "## Chunks" not in blind and "## Memory" in blind
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------

@@ -11,14 +11,18 @@ def markdown(ramp: Ramp) -> str:
     passed, sentence = verdict(ramp)
     target = ramp.target
     begun = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(ramp.started_unix))
-    parts = [f"# Ramp of {target['worker']}: {'passed' if passed else 'not passed'}", f"{sentence[:1].upper()}{sentence[1:]}.",
+    parts = [f"# Ramp of {target['worker']}: {'passed' if passed else 'not passed'}",
+             f"{sentence[:1].upper()}{sentence[1:].rstrip('.')}.",
              f"{target['engine']} {target['engine_version'] or ''} with {target['served_model']}, begun {begun}; requests went "
              f"to {target['url']}, {ramp.answer_tokens} tokens of answer each. Available memory had to keep over "
              f"{ramp.floor_bytes >> 20:,} MiB; the guard ends all ranks under {ramp.guard_floor_bytes >> 20:,} MiB."]
     if ramp.sizes:
-        parts += [_table(_sizes(ramp)), "## Prefill rate at each prefix, tokens a second", _table(_bands(ramp)),
-                  "![](rate.svg)", "## Chunks, new tokens of a step", _table(_chunks(ramp)), "![](chunk.svg)",
-                  "## Memory", _table(_memory(ramp)), "![](memory.svg)"]
+        parts += [_table(_sizes(ramp))]
+    if any(size.chunks for size in ramp.sizes):
+        parts += ["## Prefill rate at each prefix, tokens a second", _table(_bands(ramp)), "![](rate.svg)",
+                  "## Chunks, new tokens of a step", _table(_chunks(ramp)), "![](chunk.svg)"]
+    if ramp.sizes:
+        parts += ["## Memory", _table(_memory(ramp)), "![](memory.svg)"]
     parts += list(_events(ramp))
     return "\n\n".join(parts) + "\n"
 
