@@ -40,7 +40,7 @@ def parse(argv):
     p.add_argument("--host", default="127.0.0.1")
     p.add_argument("--port", type=int, required=True)
     p.add_argument("--served-model-name", default="tiny")
-    p.add_argument("--api-key")
+    p.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"))
     p.add_argument("--max-model-len", "--context-length", dest="context", type=int, default=32768)
     p.add_argument("--tensor-parallel-size", "--tp-size", "--tp", "-tp", dest="children", type=int, default=1)
     p.add_argument("--children", type=int, dest="children", help="rank processes; the same as tensor parallel size")

@@ -40,7 +40,8 @@ class Handler(BaseHTTPRequestHandler):
         healthy = self.engine.ready and not self.engine.dead
         if self.path in ("/health", "/health_generate", "/ready"):
             self.answer(200 if healthy else 503, {})
-        elif self.path in ("/v1/models", "/get_model_info", "/model_info"):
+        elif self.path == "/v1/models" or (self.engine.options.engine == "sglang" and
+                                           self.path in ("/get_model_info", "/model_info")):
             name = self.engine.options.served_model_name
             self.answer(200, {"object": "list", "data": [{"id": name}], "model_path": name})
         else:
@@ -72,13 +73,33 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(404, f"The model `{body.get('model')}` does not exist.")
         if done := self.run(body["prompt"], body.get("max_tokens", 16)):
             usage, tokens = done
+            if body.get("stream"):
+                return self.stream(tokens)
             choice = {"index": 0, "text": bytes(tokens).decode("latin-1"), "finish_reason": "length"}
+            if body.get("logprobs"):
+                names = [f"token_id:{token}" if body.get("return_tokens_as_token_ids") else chr(token) for token in tokens]
+                choice["logprobs"] = {"tokens": names, "token_logprobs": [-0.1] * len(tokens),
+                                      "top_logprobs": [{name: -0.1, "token_id:999": -2.5} for name in names]}
             self.answer(200, {"id": "cmpl-0", "object": "text_completion", "choices": [choice], "usage": usage})
+
+    def stream(self, tokens):
+        """One event for each token; the end of the connection ends the body."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for token in tokens:
+            choice = {"index": 0, "text": bytes([token]).decode("latin-1"), "finish_reason": None}
+            self.wfile.write(b"data: " + json.dumps({"object": "text_completion", "choices": [choice]}).encode() + b"\n\n")
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def sglang_generate(self, body):
         prompt = body["input_ids"] if "input_ids" in body else body["text"]
         if done := self.run(prompt, body.get("sampling_params", {}).get("max_new_tokens", 16)):
             usage, tokens = done
+            if body.get("return_logprob"):
+                usage["output_token_logprobs"] = [[-0.1, token, None] for token in tokens]
+                usage["output_top_logprobs"] = [[[-0.1, token, None], [-2.5, 999, None]] for token in tokens]
             self.answer(200, {"text": bytes(tokens).decode("latin-1"), "output_ids": tokens, "meta_info": usage})
 
     def set_internal_state(self, body):

@@ -17,7 +17,7 @@ GUARD = PACKAGE / "guard"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("records", "errors", "adapter", "sockets", "least_squares", "__init__"),
     ("config",),
-    ("engines", "host", "inputs", "logs", "gateway", "hang", "auto"),
+    ("engines", "host", "inputs", "logs", "gateway", "hang", "auto", "verify"),
     ("readers",),
     ("plan", "diagnose", "decide", "levels", "watch", "launch", "admission", "breaker", "hygiene"),
     ("check", "act", "calibration"),

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from tightrank.errors import EXIT_CONFIG, ConfigError
 
 # In the order of `tightrank --help`. Each module has register(commands), which sets `call` for its commands.
-MODULES = ("up", "gateway", "check", "plan", "client", "explain", "bundle")
+MODULES = ("up", "gateway", "check", "plan", "client", "verify", "explain", "bundle")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
