@@ -23,6 +23,7 @@ from pathlib import Path
 from tightrank import act, api, breaker, decide, engines, hang, host, hygiene, inputs, levels, plan, serve, sockets, status
 from tightrank.adapter import pages
 from tightrank.bundle.keeper import Keeper
+from tightrank.calibration import Calibration
 from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
 from tightrank.engines import installed
@@ -80,10 +81,12 @@ class Daemon:
         self.beat = pages.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
         facts = host.read()
         self.specs = plan.build(config, facts, inputs.read(config, os.environ))
+        known = self._known(facts)
         around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops,
-                              self._breaker(facts), hygiene.Rules(
-                                  config.hygiene.limit_seconds, config.hygiene.tolerance_bytes,
-                                  config.hygiene.drop_page_cache == "weights", nvidia))
+                              breaker.Breaker(self.state / "breaker.json", known, os.environ, partial(self._say, "daemon")),
+                              hygiene.Rules(config.hygiene.limit_seconds, config.hygiene.tolerance_bytes,
+                                            config.hygiene.drop_page_cache == "weights", nvidia),
+                              Calibration(self.state / "calibration.json", known, partial(self._say, "calibration")))
         self.keeper = Keeper(config, self.specs, os.environ, self.wake)
         self.workers = [Worker(spec, around, self.keeper.last(spec.name)) for spec in self.specs]
         self.requests = api.Requests(self.wake)
@@ -294,12 +297,12 @@ class Daemon:
     def _worker(self, name: str) -> Worker:
         return next(worker for worker in self.workers if worker.template.name == name)
 
-    def _breaker(self, facts: host.HostFacts) -> breaker.Breaker:
+    def _known(self, facts: host.HostFacts) -> tuple[str, ...]:
+        """Of this host and the engine: what failures and measurements are kept under."""
         spec = self.specs[0]                 # one engine for all workers
         path = {**os.environ, **spec.env}.get("PATH", os.defpath)
         release = installed.release(spec.argv, engines.get(spec.engine).distribution, path)
-        return breaker.Breaker(self.state / "breaker.json", breaker.facts(facts, release), os.environ,
-                               partial(self._say, "daemon"))
+        return breaker.facts(facts, release)
 
     def _drain_wake_pipe(self) -> None:
         try:
@@ -322,7 +325,7 @@ class Daemon:
 
     def _write(self, event: Event) -> None:
         self.journal.append(event)
-        if event.kind in ("phase", "decision", "cause", "daemon", "hygiene", "level", "dry-run", "bundle"):
+        if event.kind in ("phase", "decision", "cause", "daemon", "hygiene", "level", "dry-run", "bundle", "calibration"):
             place = f"{event.worker}: " if event.worker else ""
             self.sink.say(f"{place}{event.sentence}")
 

@@ -21,6 +21,7 @@ from tightrank.hang import Turns
 from tightrank.hygiene import Rules, Traces
 from tightrank.logs import RING_LINES
 from tightrank.plan import masked
+from tightrank.plan.pace import PaceMeter
 from tightrank.readers import kernel
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.ranks import RankReader
@@ -106,6 +107,7 @@ class Generation:
         self.lost_role: str | None = None  # of the first process that said hello and is gone
         self.over_line_steps = 0
         self.longest_step_seconds: float | None = None       # of the prefill steps
+        self.meter = PaceMeter()           # of what they take
         self.prefill_width = 0             # keys of the last one
         self._prefill_monotonic = now
         self.budget = spec.line.budget if spec.line else None    # of the line, as we last told it
@@ -119,6 +121,7 @@ class Generation:
         self._oom_kills: int | None = None
         self._oom_monotonic: float | None = None             # of the last one in this generation's life
         self._devices: set[str] = set()    # of its ranks, as the kernel's log names them
+        self._on_device: set[int] = set()  # pids of ranks that compute on one
         self._pids: set[int] = {self.launched.main.pid}      # of its tree, ever: the kernel's log names them
         self._available: deque[tuple[float, int]] = deque()  # (monotonic, bytes) of the last minute
         self._guard_lowest: int | None = None
@@ -168,6 +171,8 @@ class Generation:
         self.over_line_steps += sum(step.over for step in steps)
         for step in steps:
             self.turns.learn(step.milliseconds / 1000, wire.step_cost(step.rows, step.width))
+            if step.rank % self.spec.tensor_parallel == 0:       # the others of its group take as long
+                self.meter.learn(step, engines.get(self.spec.engine).whole_steps or step.pid not in self._on_device)
         if steps:
             self.longest_step_seconds = max(self.longest_step_seconds or 0.0, *(step.milliseconds / 1000 for step in steps))
             self.prefill_width, self._prefill_monotonic = steps[-1].width, time.monotonic()
@@ -227,6 +232,7 @@ class Generation:
             self._meet(rank)
         self.known = {self.launched.main, *self._hellos, *(process.id for process in reading.processes)}
         self._pids |= {process.pid for process in self.known}
+        self._on_device |= {rank.id.pid for rank in reading.ranks if rank.device is not None}
         self._devices |= {device for rank in reading.ranks if (device := kernel.device(f"PCI:{rank.device}")) is not None}
         self.traces.look([process.id.pid for process in reading.processes if process.state != "D"],
                          [rank.device for rank in reading.ranks if rank.device is not None], now)

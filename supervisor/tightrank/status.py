@@ -3,11 +3,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from math import ceil
 
 from tightrank import __version__
+from tightrank.adapter import line
 from tightrank.decide import Policy, missing_hooks
-from tightrank.records import LevelStatus, LineSpec, Phase, Snapshot, Status, WorkerReading, WorkerStatus
+from tightrank.generation import Generation
+from tightrank.plan.line import DEFAULT_MAXIMUM
+from tightrank.plan.pace import Pace
+from tightrank.records import LevelStatus, LineSpec, Phase, Shed, Snapshot, Status, WorkerReading, WorkerStatus
 from tightrank.watch import tightest
 from tightrank.worker import Worker, hook_roles
 
@@ -28,6 +33,7 @@ def build(name: str, started_unix: float, snapshot: Snapshot, workers: Sequence[
 
 def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
     reading, spec, run = snapshot.workers[worker.template.name], worker.template, worker.run
+    pace = run.meter.pace if run else None
     version = next((rank.engine_version for rank in reading.ranks if rank.engine_version), None)
     next_start = None if worker.next_start is None else \
         snapshot.unix + max(worker.next_start - snapshot.monotonic, 0.0)
@@ -43,14 +49,38 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
         processes=reading.processes, hooks_wanted=tuple(spec.hooks), log_tail=worker.tail(),
         served_model=spec.served_model, address=spec.address, transfer_port=spec.transfer_port,
         longest_step_seconds=run.longest_step_seconds if run else None, drains=worker.drains,
-        headroom=run.headroom if run else None, shed=run.shed if run else None,
-        aborts=run.aborts if run else 0, abort_why=run.abort_why if run else "", bundle=worker.bundle)
+        headroom=run.headroom if run else None, shed=_shed(run, pace, snapshot.monotonic) if run else None,
+        aborts=run.aborts if run else 0, abort_why=run.abort_why if run else "", bundle=worker.bundle,
+        pace=asdict(pace) if pace else None, comparisons=worker.comparisons)
 
 
 def _facts(reading: WorkerReading, name: str) -> list[int]:
     """What the ranks say of themselves."""
     facts = [rank.facts.get(name) for rank in reading.ranks]
     return [fact for fact in facts if type(fact) is int and fact > 0]
+
+
+def _shed(run: Generation, pace: Pace | None, now: float) -> Shed | None:
+    """What is refused now. Memory comes back when the prefill under way has ended, and the level goes back a pause later."""
+    if run.shed is None or pace is None:
+        return run.shed
+    seconds = _under_way_seconds(run, pace, run.width_now(now))
+    return replace(run.shed, retry_after_seconds=run.shed.retry_after_seconds + ceil(seconds))
+
+
+def _under_way_seconds(run: Generation, pace: Pace, width: int) -> float:
+    """How long the prefill under way may still take. Only its engine knows the prompt's length: one that has come to `width`
+    keys may be as long again, and no longer than the context."""
+    rest = width if run.spec.context_tokens is None else min(width, max(run.spec.context_tokens - width, 0))
+    return pace.prompt_seconds(rest, lambda prefix: _chunk_tokens(run, prefix), width)
+
+
+def _chunk_tokens(run: Generation, prefix: int) -> int:
+    """As an accepted prompt gets it; where there is no line, the engine's usual size."""
+    spec = run.spec.line
+    if spec is None:
+        return DEFAULT_MAXIMUM
+    return line.chunk_tokens(run.budget or spec.budget, prefix, **spec.keywords()) or spec.minimum
 
 
 def _line(planned: LineSpec | None, reading: WorkerReading) -> LineSpec | None:

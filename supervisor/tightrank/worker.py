@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from tightrank import act, engines, launch, stacks
 from tightrank.adapter import wire
 from tightrank.breaker import Breaker
+from tightrank.calibration import Account, Calibration, measured, sentence
 from tightrank.decide import RESTARTS, STEADY_SECONDS
 from tightrank.errors import CAUSES
 from tightrank.generation import Generation
@@ -24,6 +25,7 @@ from tightrank.readers.engine_http import Prober
 from tightrank.readers.process import ProcessTable
 from tightrank.records import (
     ActionKind,
+    Comparison,
     Decision,
     Diagnosis,
     Event,
@@ -32,6 +34,7 @@ from tightrank.records import (
     Phase,
     Request,
     Snapshot,
+    WorkerReading,
     WorkerSpec,
     WorkerView,
 )
@@ -58,6 +61,7 @@ class Surroundings:
     guard_stops: Callable[[], int]
     breaker: Breaker
     hygiene: Rules = field(default_factory=Rules)
+    calibration: Calibration = field(default_factory=Calibration)
 
 
 class Worker:
@@ -79,6 +83,7 @@ class Worker:
         self._failures = before.failures   # in a row
         self._ending: act.Ending | None = None
         self._dump: stacks.Dump | None = None
+        self._account: Account | None = None    # of what was measured in this generation, once it is up
         self._gone = self._ended = False   # the tree; the tree, and its last words are read
         self._restart_wanted = False
         self._failed_at_start = False
@@ -126,8 +131,20 @@ class Worker:
             self.run.step_probe(self._around.prober, now)
         elif self.phase in (Phase.UP, Phase.DRAINING):
             self.run.step_budget(self._around.prober, snapshot.workers[self.template.name], now)
+            self._calibrate(snapshot.workers[self.template.name], now)
         if self._failures and self.phase is Phase.UP and now - self.since > STEADY_SECONDS:
             self._forget_failures()
+
+    def _calibrate(self, reading: WorkerReading, now: float) -> None:
+        """Keeps what is measured, and says what is not as it was expected."""
+        assert self.run is not None
+        if self._account is None:
+            store = self._around.calibration
+            self._account = Account(store, store.identity(self.template, self._key), self.template.predicted)
+        found = measured(reading, self.run.meter.pace, self._account.fresh)
+        for row in self._account.step(found, now):
+            self._say("calibration", f"expected and measured disagree: {sentence(row)}",
+                      {"term": row.term, "predicted": row.predicted, "measured": row.measured, "source": row.source})
 
     # --- what decide and the loop see ---------------------------------------------------------------------------------
 
@@ -169,6 +186,11 @@ class Worker:
     def suspect(self) -> bool:
         """Whether it does not move although it should."""
         return self.run is not None and self.run.turns.suspect
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """What was measured in this generation against what was expected."""
+        return self._account.rows if self._account is not None else ()
 
     def descriptors(self) -> list[int]:
         return self.run.descriptors() if self.run else []
@@ -248,6 +270,7 @@ class Worker:
         assert self.run is not None
         if self.phase is Phase.STARTING:
             self.run.turns.forget_steps()
+            self.run.meter.forget()
         self.run.note_traces()             # all its processes are there now; from here on we look seldom
         self._enter(Phase.UP, now)
 
@@ -318,7 +341,7 @@ class Worker:
         if self.run is not None:
             self._last_tail = self.run.tail()
             self.run.close()
-            self.run = None
+            self.run = self._account = None
 
     def _count_failure(self) -> None:
         self._failures += 1

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engines", "host", "inputs", "logs", "gateway", "hang"),
     ("readers",),
     ("plan", "diagnose", "decide", "levels", "watch", "launch", "admission", "breaker", "hygiene"),
-    ("check", "act"),
+    ("check", "act", "calibration"),
     ("generation", "stacks"),
     ("worker",),
     ("status", "report"),

@@ -46,6 +46,9 @@ def _worker(worker: Json, colour: bool, now: float) -> list[str]:
                      f"{worker['over_line_steps']} steps over the line")
     if worker.get("headroom"):
         lines.append(f"  headroom  {worker['headroom']['sentence']}")
+    if worker.get("pace"):
+        lines.append(f"  pace  {_pace(worker['pace'])}")
+    lines += [f"  {_difference(row)}" for row in worker.get("comparisons", ()) if not row["agrees"]]
     lines += [_rank(rank) for rank in worker["ranks"]]
     if worker["diagnosis"]:
         lines += _cause(worker["diagnosis"])
@@ -53,6 +56,16 @@ def _worker(worker: Json, colour: bool, now: float) -> list[str]:
     elif worker["reason"]:
         lines.append(f"  {worker['reason']}")
     return lines
+
+
+def _pace(pace: Json) -> str:
+    return (f"{pace['row_seconds'] * 1e6:.3g} us a token, {pace['pair_seconds'] * 1e9:.3g} ns a pair of token and key, "
+            f"{pace['step_seconds'] * 1e3:.3g} ms a step (of {pace['samples']} steps, prompts up to {pace['longest_tokens']})")
+
+
+def _difference(row: Json) -> str:
+    whence = "by the plan" if row["source"] == "plan" else "at the last start"
+    return f"differs  {row['term']}: {row['predicted']:.6g} {whence}, {row['measured']:.6g} now"
 
 
 def _rank(rank: Json) -> str:

@@ -50,6 +50,7 @@ class Atom:
     transfer_roles = ()
     transfer_port = 0
     transfers = ()
+    whole_steps = False
 
     def transfer_host(self, host: str, address: str) -> str:
         return address

@@ -81,6 +81,7 @@ class Engine(Protocol):
     transfer_roles: tuple[str, ...]            # roles that listen for their peers
     transfer_port: int                         # where the first of them does
     transfers: tuple[str, ...]                 # what may carry KV; empty: the engine knows
+    whole_steps: bool                          # on a device its step records end with the result, else with the last launch
 
     def transfer_host(self, host: str, address: str) -> str:
         """Where a worker that serves on `host` and is reached at `address` listens for its peers."""

@@ -49,6 +49,7 @@ class SGLang:
     transfer_roles = ("prefill",)      # the bootstrap server
     transfer_port = 8998
     transfers = ()                     # plugins add to them (arg_groups/choices.py)
+    whole_steps = True
 
     def transfer_host(self, host: str, address: str) -> str:
         return host                    # the bootstrap server's address is the API's (managers/disagg_service.py)

@@ -62,6 +62,7 @@ class VLLM:
     transfer_roles = ("prefill", "decode")       # NIXL's side channel
     transfer_port = 5600
     transfers = ("nixl",)
+    whole_steps = False
 
     def transfer_host(self, host: str, address: str) -> str:
         return address                 # NIXL listens at the address that it tells its peers (nixl/base_scheduler.py)

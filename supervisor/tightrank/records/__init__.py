@@ -26,10 +26,11 @@ from tightrank.records.reading import (
     WorkerReading,
 )
 from tightrank.records.spec import ChunkBand, LineSpec, WorkerSpec
-from tightrank.records.status import Event, LevelStatus, Pulse, RankPulse, Status, WorkerStatus
+from tightrank.records.status import Comparison, Event, LevelStatus, Pulse, RankPulse, Status, WorkerStatus
 
 __all__ = [
-    "ActionKind", "ChunkBand", "Decision", "Diagnosis", "Event", "Failure", "LevelStatus", "Line", "LineSpec", "MemoryReading",
+    "ActionKind", "ChunkBand", "Comparison", "Decision", "Diagnosis", "Event", "Failure", "LevelStatus", "Line", "LineSpec",
+    "MemoryReading",
     "Phase", "ProbeResult", "ProcessId", "ProcessReading", "Pulse", "RankPulse", "RankReading", "Request", "Shed", "Snapshot",
     "Stall", "StartStep", "Status", "WorkerReading", "WorkerSpec", "WorkerStatus", "WorkerView",
 ]

@@ -120,7 +120,8 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class Shed:
-    """Memory is short: a prompt with more than `new_tokens` that are not cached is refused for now."""
+    """Memory is short: a prompt with more than `new_tokens` that are not cached is refused for now. It may be tried again when
+    the prefill under way has ended, as far as its time is known, and the level's pause is over."""
     new_tokens: int
     retry_after_seconds: int
     why: str

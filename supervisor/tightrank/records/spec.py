@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -61,6 +61,7 @@ class WorkerSpec:
     transfer_host: str = ""        # where it listens for its peers
     transfer_port: int | None = None    # None: nowhere
     api_key: str | None = None     # the engine's own, for our canary
+    predicted: Mapping[str, float] = field(default_factory=dict)     # terms of calibration.py that the plan computes
     notes: tuple[str, ...] = ()    # sentences for `tightrank plan`: what we set and why
     generation: int = 0
     run_directory: str = ""

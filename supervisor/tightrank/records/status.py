@@ -15,11 +15,22 @@ class Event:
     """One line of the journal."""
     unix: float
     kind: str                  # phase | decision | cause | hello | daemon | line | request | hygiene | level |
-                               # dry-run | bundle
+                               # dry-run | bundle | calibration
     worker: str | None
     generation: int | None
     sentence: str
     data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What was expected of a term and what was measured (calibration.py). `difference`: measured over predicted, less 1."""
+    term: str                  # its unit is in its name
+    predicted: float
+    measured: float
+    source: str                # plan | before: the last start under this configuration
+    difference: float | None   # None: nothing was expected
+    agrees: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,8 @@ class WorkerStatus:
     aborts: int = 0                        # how often, in this generation, its largest prefill was to be ended; the gateway
     abort_why: str = ""                    # does it when it sees the number grow, so that no event is obeyed twice
     bundle: str | None = None              # file name of the last bundle that was made for it
+    pace: Mapping[str, Any] | None = None  # what prefill takes, as in plan/pace.py; None: too few steps to tell
+    comparisons: tuple[Comparison, ...] = ()     # of this generation's measured terms
 
 
 @dataclass(frozen=True, slots=True)
