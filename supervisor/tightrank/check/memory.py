@@ -6,7 +6,6 @@ own processes (0.6 to 7 GiB) are not counted; `tightrank plan` counts them.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from tightrank.check.item import Item, failed, passed, unknown, warned
 from tightrank.check.model import ModelFacts, reads_safetensors
 from tightrank.config import Config
 from tightrank.config.flags import has, value
-from tightrank.plan import weights
+from tightrank.plan import sizing, weights
 from tightrank.plan.shape import shape
 from tightrank.records import MemoryReading, WorkerSpec
 
@@ -48,9 +47,9 @@ class Need:
 
 def need(facts: ModelFacts, spec: WorkerSpec, environment: Mapping[str, str], model: Mapping[str, Any], cpu: bool) -> Need:
     """At least; weights are 0 where the files do not say."""
-    space = {**environment, **spec.env}.get("VLLM_CPU_KVCACHE_SPACE") if cpu and spec.engine == "vllm" else None
-    kv, flag = _kv_bytes(spec, space, model)
-    return Need(_weights(facts, spec, model), kv, _number(value(spec.argv, "--hicache-size"), 10**9), _reserve(spec), flag)
+    kv, flag = sizing.fixed(spec, sizing.kv_space(spec, environment, cpu))
+    host = sizing.number(value(spec.argv, "--hicache-size"), 10**9)
+    return Need(_weights(facts, spec, model), kv, host, _reserve(spec), flag)
 
 
 def _weights(facts: ModelFacts, spec: WorkerSpec, model: Mapping[str, Any]) -> int:
@@ -58,22 +57,6 @@ def _weights(facts: ModelFacts, spec: WorkerSpec, model: Mapping[str, Any]) -> i
     if not reads_safetensors(spec):
         return 0
     return sum(weights.rank_bytes(facts.tensors, shape(model), weights.split(spec, model))) // spec.pipeline_parallel
-
-
-def _kv_bytes(spec: WorkerSpec, space: str | None, model: Mapping[str, Any]) -> tuple[int, str]:
-    """(bytes on each rank, what says so). `space`: GiB."""
-    if (text := value(spec.argv, "--kv-cache-memory-bytes", "--kv-cache-memory")) is not None:
-        return _number(text, 1), "--kv-cache-memory-bytes"
-    if space_bytes := _number(space, _GIB):
-        return space_bytes, "VLLM_CPU_KVCACHE_SPACE"
-    return 0, ""     # SGLang takes --max-total-tokens for an upper bound (0.5.23 kv_cache_configurator.py)
-
-
-def _number(text: str | None, unit: int) -> int:
-    """`text` in units, as the engines' parsers read it: 8, 8000000, 2g, 1.5G. 0: none that can be read."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)([kmgtKMGT]?)", text or "")
-    suffixes = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    return int(float(match[1]) * suffixes[match[2]]) * unit if match else 0
 
 
 def _reserve(spec: WorkerSpec) -> int:
@@ -142,7 +125,7 @@ def _device(item: str, spec: WorkerSpec, found: Need, tightest: Device) -> Item 
     assert tightest.free_bytes is not None and tightest.total_bytes is not None
     if has(spec.argv, *_OFFLOADS):
         return None
-    taken = found.weights_bytes + found.kv_bytes - _number(value(spec.argv, "--cpu-offload-gb"), _GIB)
+    taken = found.weights_bytes + found.kv_bytes - sizing.number(value(spec.argv, "--cpu-offload-gb"), _GIB)
     if taken <= tightest.free_bytes:
         return None
     sentence = (f"a rank takes {found.text}, and device {tightest.index} has {tightest.free_bytes / _GIB:.2f} of "

@@ -18,6 +18,7 @@ from tightrank.plan.shape import Latent, ModelShape
 _UNGATED = ("gpt2", "opt", "gpt_neox", "gptj", "falcon", "bloom", "mpt", "starcoder2", "phi", "nemotron", "nemotron_h")
 _OUTPUT_GATE = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")   # its q_proj makes a gate too
 _FLOAT = 16.0                          # bits of a weight that is not quantized
+_MXFP4 = 4.25                          # a scale of 8 bits for 32 weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ def tensors(shape: ModelShape, model: Mapping[str, Any]) -> tuple[Tensor, ...]:
     if not hidden or not rows or not shape.layers.kinds or not (shape.num_attention_heads or STATE in shape.layers.kinds):
         return ()
     text = sections(model)
-    linear, experts = _bits(model.get("quantization_config") or text.get("quantization_config"))
+    linear, experts = _bits(text, model.get("quantization_config") or text.get("quantization_config"))
     case = _Case(shape, text, hidden, linear, experts)
     found = [case.matrix("model.embed_tokens", rows, hidden, bits=_FLOAT)]
     if not shape.tied_embeddings:
@@ -54,15 +55,15 @@ def tensors(shape: ModelShape, model: Mapping[str, Any]) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _bits(config: Any) -> tuple[float, float]:
+def _bits(text: Mapping[str, Any], config: Any) -> tuple[float, float]:
     """(of a linear layer's weights, of the experts'), scales included."""
     if not isinstance(config, Mapping):
         return _FLOAT, _FLOAT
     method = str(config.get("quant_method") or "").lower().replace("_", "-")
-    if method == "mxfp4":                             # gpt-oss: the experts alone; a scale of 8 bits for 32 weights
-        return _FLOAT, 4.25
+    if method == "mxfp4":                             # gpt-oss: the experts alone
+        return _FLOAT, _MXFP4
     bits = _group_bits(config, method)
-    return bits, bits
+    return bits, _MXFP4 if text.get("expert_dtype") == "fp4" else bits      # DeepSeek-V4
 
 
 def _group_bits(config: Mapping[str, Any], method: str) -> float:

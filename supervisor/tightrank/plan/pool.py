@@ -44,8 +44,10 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """`tokens`: what the engine will report; `formula`: how it comes about; `exact`: False where its layout is not followed."""
+    """`tokens`: what the engine will report; `held_bytes`: what a rank of the stage with most layers holds for them; `formula`:
+    how it comes about; `exact`: False where its layout is not followed."""
     tokens: int
+    held_bytes: float
     formula: str
     exact: bool = True
 
@@ -112,8 +114,9 @@ def _blocks(ask: Question, pool_bytes: int) -> Pool | None:
     blocks = pool_bytes // (wide * page)
     count = int(blocks / needed * ask.context_tokens) if ask.engine == "vllm" else blocks * block
     shown = "" if len(found) == 1 else f", {len(found)} groups of layers"
-    return Pool(count, f"{blocks:,} blocks of {wide} layers x {page:,} bytes ({block} tokens{shown}); {needed:,} blocks for a "
-                f"request of {ask.context_tokens:,} tokens")
+    said = (f"{blocks:,} blocks of {wide} layers x {page:,} bytes ({block} tokens{shown}); {needed:,} blocks for a request of "
+            f"{ask.context_tokens:,} tokens")
+    return Pool(count, blocks * wide * page, said)
 
 
 def _blocks_of_request(ask: Question, kind: str, block: int) -> int:
@@ -140,9 +143,13 @@ def _sglang(ask: Question, pool_bytes: int) -> Pool:
     found = int(left // cell) if cell else ask.context_tokens
     if ask.most_tokens is not None:
         found = min(found, ask.most_tokens)
-    cap = "" if ask.most_tokens is None else f", at most {ask.most_tokens:,} as asked for"
-    return Pool(found // ask.block_tokens * ask.block_tokens,
-                f"{said}{int(left):,} bytes / {cell:,.0f} of a token, in whole pages of {ask.block_tokens}{cap}")
+    found = found // ask.block_tokens * ask.block_tokens
+    return Pool(found, found * cell + pool_bytes - left,
+                f"{said}{int(left):,} bytes / {cell:,.0f} of a token, in whole pages of {ask.block_tokens}{_cap(ask)}")
+
+
+def _cap(ask: Question) -> str:
+    return "" if ask.most_tokens is None else f", at most {ask.most_tokens:,} as asked for"
 
 
 def _after_states(ask: Question, pool_bytes: int) -> tuple[float, str]:
@@ -162,8 +169,10 @@ def _compressed(ask: Question, pool_bytes: int) -> Pool:
     windows = len(ask.shape.layers.kinds) * entry
     if ask.engine == "sglang":
         each += _COMPRESSED_WINDOW_SHARE * windows
-        return Pool(int(pool_bytes // each), f"{pool_bytes:,} bytes / {each:,.0f} of a token, windows in it", exact=False)
+        count = min(int(pool_bytes // each), ask.most_tokens or pool_bytes)
+        said = f"{pool_bytes:,} bytes / {each:,.0f} of a token, windows in it{_cap(ask)}"
+        return Pool(count, count * each, said, exact=False)
     window = min(ask.shape.layers.window_tokens or 0, ask.context_tokens) * windows
     request = each * ask.context_tokens + window
-    return Pool(int(pool_bytes / request * ask.context_tokens), f"{pool_bytes:,} bytes / {request:,.0f} of a request of "
-                f"{ask.context_tokens:,} tokens, its window in it", exact=False)
+    said = f"{pool_bytes:,} bytes / {request:,.0f} of a request of {ask.context_tokens:,} tokens, its window in it"
+    return Pool(int(pool_bytes / request * ask.context_tokens), pool_bytes, said, exact=False)

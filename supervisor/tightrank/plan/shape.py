@@ -55,6 +55,7 @@ class ModelShape:
     hidden_size: int | None
     intermediate_size: int | None
     moe_intermediate_size: int | None
+    experts_per_token: int             # those that a token goes through, shared ones among them; 0: no experts
     vocab_size: int | None
     head_dim: int | None
     value_head_dim: int | None
@@ -83,6 +84,7 @@ def shape(model: Mapping[str, Any]) -> ModelShape:
         model_type=str(text.get("model_type") or ""), architecture=_architecture(model), num_attention_heads=heads,
         num_key_value_heads=kv_heads, num_hidden_layers=count, num_experts=experts, hidden_size=hidden,
         intermediate_size=inner, moe_intermediate_size=_first(text, _EXPERT_INNER) or (inner if experts else None),
+        experts_per_token=_experts_per_token(text) if experts else 0,
         vocab_size=whole(text.get("vocab_size")), head_dim=head_dim,
         value_head_dim=head_dim if latent else whole(text.get("v_head_dim")) or head_dim,
         tied_embeddings=_tied(model, text), latent=latent, indexer=_indexer(text), layers=layers(text, count or 0),
@@ -92,6 +94,11 @@ def shape(model: Mapping[str, Any]) -> ModelShape:
 def _architecture(model: Mapping[str, Any]) -> str:
     names = model.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
+def _experts_per_token(text: Mapping[str, Any]) -> int:
+    routed = _first(text, ("num_experts_per_tok", "moe_topk", "top_k_experts")) or 1
+    return routed + (whole(text.get("n_shared_experts")) or 0)
 
 
 def _first(text: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -1,0 +1,92 @@
+"""All that goes into the memory plan of one worker. Pure."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from tightrank import engines
+from tightrank.config import Config
+from tightrank.config.flags import FLAGS, value
+from tightrank.engines.base import number
+from tightrank.plan import estimate, kv, peak, process, weights
+from tightrank.plan.line import own_context
+from tightrank.plan.pace import Pace
+from tightrank.plan.safetensors import Tensor
+from tightrank.plan.shape import ModelShape, shape
+from tightrank.plan.terms import Memory
+from tightrank.records import WorkerSpec
+
+_DEFAULT_CHUNK = {"vllm": 2048, "sglang": 8192, "atom": 16384}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tensors`: of the model's files, () where they are not there. `measured`: terms of earlier runs by the names of
+    calibration.py. `memory` None: not known."""
+    config: Config
+    spec: WorkerSpec
+    model: Mapping[str, Any]
+    tensors: tuple[Tensor, ...] = ()
+    memory: Memory | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cpu: bool = False
+    measured: Mapping[str, float] = field(default_factory=dict)
+    pace: Pace | None = None
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return shape(self.model)
+
+    @cached_property
+    def in_files(self) -> bool:
+        """Whether the weights can be read from the files' headers, and will be by the engine."""
+        return bool(self.tensors) and value(self.spec.argv, "--load-format") != "dummy"
+
+    @cached_property
+    def stage_weights(self) -> tuple[int, ...]:
+        """Bytes on each rank of each pipeline stage."""
+        found = self.tensors if self.in_files else estimate.tensors(self.shape, self.model)
+        return weights.rank_bytes(found, self.shape, weights.split(self.spec, self.model))
+
+    @cached_property
+    def context(self) -> int:
+        """The longest request that the engine takes. Raises ConfigError when config.json's length makes no sense."""
+        asked = self.spec.context_tokens or self.flag("context")
+        return asked if asked and asked > 0 else own_context(self.config, engines.get(self.spec.engine), self.model)
+
+    @property
+    def ranks(self) -> int:
+        return self.spec.tensor_parallel * self.spec.pipeline_parallel
+
+    @cached_property
+    def how(self) -> kv.Storage | None:
+        """How KV is stored; None: a form whose size is not known here."""
+        return kv.storage(self.spec, self.shape)
+
+    @cached_property
+    def token_bytes(self) -> float | None:
+        """KV of a token on each rank, all stages together; None: not known."""
+        return kv.token_bytes(self.shape, self.how, self.attention_ranks) if self.how else None
+
+    @property
+    def chunk(self) -> int:
+        """The largest chunk that it takes."""
+        return self.spec.line.maximum if self.spec.line else self.flag("chunk") or _DEFAULT_CHUNK[self.spec.engine]
+
+    @property
+    def context_parallel(self) -> int:
+        return process.whole(value(self.spec.argv, "--attn-cp-size", "--attention-context-parallel-size")) or 1
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks that share a layer's heads; under SGLang's context parallelism those of one part of the prompt."""
+        return max(1, self.spec.tensor_parallel // self.context_parallel)
+
+    def flag(self, name: str) -> int | None:
+        return number(self.spec.engine, self.spec.argv, name) if name in FLAGS[self.spec.engine] else None
+
+    @cached_property
+    def peak(self) -> peak.Peak:
+        return peak.peak(self.config, self.spec, self.shape, self.context_parallel, self.measured, self.cpu)
