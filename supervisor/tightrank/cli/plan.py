@@ -9,11 +9,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tightrank import host, inputs, plan
 from tightrank.adapter import INJECT, wire
-from tightrank.cli import budget, facts
+from tightrank.cli import budget, facts, picture
 from tightrank.cli.common import add_command_line, add_config_options, bold, load_config, table
 from tightrank.plan import whatif
 from tightrank.plan.budget import memory_plan
@@ -38,14 +39,20 @@ def register(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
                         "devices have none of their own, so the guard's floor and the engine's processes count in it")
     parser.add_argument("--what-if", action="append", default=[], metavar="KEY=VALUE", dest="what_if",
                         help=f"show the difference; may be given again. Keys: {', '.join(whatif.ALL)}")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the chunks and the memory of each rank into an .svg "
+                        "or .png (with --what-if: below each other)")
     parser.add_argument("--json", action="store_true", help="for machines; all bands of the schedule")
     parser.set_defaults(call=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     change = whatif.parse(arguments.what_if)
+    if arguments.picture is not None:
+        picture.check(arguments.picture)
     before = _planned(arguments, whatif.WhatIf())
     after = _planned(arguments, change) if arguments.what_if else None
+    if arguments.picture is not None:
+        _draw(arguments.picture, before, after, ", ".join(arguments.what_if))
     if arguments.json:
         print(json.dumps({**_json(before), **({"what_if": _json(after)} if after is not None else {})}, indent=2))
     elif after is not None:
@@ -53,6 +60,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         print("\n\n".join("\n".join(_worker(*each, sys.stdout.isatty())) for each in before))
     return 0
+
+
+def _draw(path: Path, before: Planned, after: Planned | None, change: str) -> None:
+    named = [(plan, spec.name) for spec, plan in before] + [(plan, f"{spec.name} with {change}") for spec, plan in after or ()]
+    picture.write(path, [plan for plan, _ in named], [title for _, title in named])
 
 
 def _planned(arguments: argparse.Namespace, change: whatif.WhatIf) -> Planned:
