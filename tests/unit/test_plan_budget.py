@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from preflight import make_config, make_spec
 from tightrank.adapter import heads
+from tightrank.errors import ConfigError
 from tightrank.plan.answers import PROMPTS, predicted
 from tightrank.plan.budget import memory_plan
 from tightrank.plan.case import Case
@@ -262,3 +263,39 @@ def test_what_a_start_is_held_against() -> None:
     plan = planned(LLAMA_8B, own(80))
     assert predicted(plan) == {"kv_tokens": value(plan, "KV tokens"), "weights_bytes": plan.ranks[0].bytes_of("weights")}
     assert predicted(planned({}, own(80))) == {}
+
+
+WORDS = ["--kv-cache-dtype", "fp8", "--max-total-tokens", "0", "7", "--max-model-len", "-1", "--enforce-eager", "--block-size",
+         "--attn-cp-size", "3", "--mem-fraction-static", "0.0", "1", "--gpu-memory-utilization", "0", "--max-num-seqs", "x",
+         "--kv-cache-memory-bytes", "1G", "--dtype", "float32", "--quantization", "--load-format", "dummy", "--page-size",
+         "--max-mamba-cache-size", "--cuda-graph-max-bs"]
+HYBRID = {"model_type": "qwen3_next", "full_attention_interval": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+          "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "num_experts": 8,
+          "moe_intermediate_size": 64, "num_experts_per_tok": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+JSON = st.none() | st.booleans() | st.integers(-3, 10**6) | st.integers() | st.floats() | st.text(max_size=3) | \
+    st.lists(st.integers(-2, 200) | st.text(max_size=3), max_size=40)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([{}, LLAMA_8B, V41, {**LLAMA_8B, **HYBRID}]),
+       st.dictionaries(st.sampled_from(sorted({*LLAMA_8B, *V41, *HYBRID})), JSON, max_size=3),
+       st.lists(st.sampled_from(WORDS), max_size=6), st.sampled_from(["vllm", "sglang", "atom"]), st.integers(1, 5),
+       st.integers(1, 3), st.sampled_from([0, 1, 3]), st.integers(0, 2**38), st.none() | st.just(PUBLISHED))
+def test_neither_a_config_json_nor_a_command_line_makes_it_raise(
+        base: dict[str, Any], change: dict[str, Any], args: list[str], engine: str, tensor: int, pipeline: int, sharing: int,
+        size: int, line: LineSpec | None) -> None:
+    """But for a length that makes no sense, and numbers that are none: plan.build refuses these before."""
+    ranks = tensor * pipeline
+    memory = Memory((size,) * ranks, (size,) * ranks, sharing, READ, "test")
+    spec = replace(make_spec(args, engine=engine, tensor_parallel=tensor, pipeline_parallel=pipeline), line=line,
+                   context_tokens=512_000 if line else None)
+    try:
+        plan = memory_plan(Case(make_config(), spec, {**base, **change}, memory=memory, cpu=sharing == 3))
+    except ConfigError:
+        return
+    except ValueError as error:
+        if "invalid literal" not in str(error):
+            raise
+        return
+    assert len(plan.ranks) == ranks and plan.binds and plan.bands
+    assert all(term.value >= 0 for rank in plan.ranks for term in rank.rest)

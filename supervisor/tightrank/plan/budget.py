@@ -17,7 +17,7 @@ _BLOCK = {"vllm": 16, "sglang": 1, "atom": 16}
 def memory_plan(case: Case) -> MemoryPlan:
     """What cannot be told is a sentence in `unknown`. Raises ConfigError when config.json's length makes no sense."""
     pools = _pools(case) if case.memory else ()
-    found = pool.tokens(_question(case, case.how), int(min(term.value for term in pools))) if pools and case.how else None
+    found = kv_pool(case, int(min(term.value for term in pools))) if pools else None
     rests = [_rest(case, rank, _held(pools[rank], found)) for rank in range(len(pools))]
     spares = [_at_rest(case, rank, rest) for rank, rest in enumerate(rests)]
     tightest = min(range(len(spares)), key=lambda rank: spares[rank]) if spares else None
@@ -26,6 +26,11 @@ def memory_plan(case: Case) -> MemoryPlan:
     outcome = answers.Outcome(case, ranks, pools, found, planned)
     return MemoryPlan(case.spec.name, ranks, tightest, outcome.numbers(), planned.bands, outcome.first_token(), outcome.binds(),
                       tuple(outcome.unknown()))
+
+
+def kv_pool(case: Case, pool_bytes: int) -> pool.Pool | None:
+    """What the engine makes of so many bytes on each rank; None: it is not known what a token takes."""
+    return pool.tokens(_question(case, case.how), pool_bytes) if case.how else None
 
 
 # --- what the ranks hold ----------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Case:
     def context(self) -> int:
         """The longest request that the engine takes. Raises ConfigError when config.json's length makes no sense."""
         asked = self.spec.context_tokens or self.flag("context")
-        return asked if asked and asked > 0 else own_context(self.config, engines.get(self.spec.engine), self.model)
+        return asked or own_context(self.config, engines.get(self.spec.engine), self.model)
 
     @property
     def ranks(self) -> int:
@@ -85,7 +85,9 @@ class Case:
         return max(1, self.spec.tensor_parallel // self.context_parallel)
 
     def flag(self, name: str) -> int | None:
-        return number(self.spec.engine, self.spec.argv, name) if name in FLAGS[self.spec.engine] else None
+        """None: not there, or no positive number, with which engines say that they choose (auto, -1)."""
+        found = number(self.spec.engine, self.spec.argv, name) if name in FLAGS[self.spec.engine] else None
+        return found if found and found > 0 else None
 
     @cached_property
     def peak(self) -> peak.Peak:

@@ -109,9 +109,11 @@ def layer_bytes(shape: ModelShape, how: Storage, tensor_parallel: int, layer: in
 def token_bytes(shape: ModelShape, how: Storage, tensor_parallel: int, layers: Iterable[int] | None = None) -> float | None:
     """What a token takes for as long as its request lasts, in the layers of a rank (default: all); None: not known."""
     chosen = range(len(shape.layers.kinds)) if layers is None else layers
-    found = [layer_bytes(shape, how, tensor_parallel, layer) for layer in chosen if shape.layers.kinds[layer] != WINDOW]
-    known = [size for size in found if size is not None]
-    return sum(known) if shape.layers.kinds and len(known) == len(found) else None
+    found = {layer: layer_bytes(shape, how, tensor_parallel, layer) for layer in chosen}
+    known = {layer: size for layer, size in found.items() if size is not None}
+    if not shape.layers.kinds or len(known) < len(found):
+        return None
+    return sum(size for layer, size in known.items() if shape.layers.kinds[layer] != WINDOW)
 
 
 def request_bytes(shape: ModelShape, how: Storage, tensor_parallel: int, tokens: int, state_size: int) -> float | None:

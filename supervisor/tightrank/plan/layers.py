@@ -33,8 +33,8 @@ class State:
 
 
 def whole(value: Any) -> int | None:
-    """A positive whole number, else None."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    """A positive whole number of this world, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**40 else None
 
 
 def layers(text: Mapping[str, Any], count: int) -> Layers:

@@ -52,7 +52,7 @@ def own_context(config: Config, engine: Engine, model: Mapping[str, Any]) -> int
     """The longest request by the model's config.json. Raises ConfigError when that file makes no sense."""
     try:
         own = engine.own_context(model)
-        if own < 1:
+        if not 0 < own < 2**40:
             raise ValueError(f"a length of {own}")
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise config.error("model", f"{config.model}/config.json: its length or rope values make no sense ({error}); "

@@ -158,8 +158,8 @@ def _after_states(ask: Question, pool_bytes: int) -> tuple[float, str]:
     each = max(sum(ask.shape.layers.kinds[layer] == STATE for layer in stage) for stage in _stages(ask)) * _state(ask)
     if not each:
         return pool_bytes, ""
-    slots = ask.most_states or int((pool_bytes * _STATE_SHARE / (1 + _STATE_SHARE) - each) // each)
-    return pool_bytes - (slots + 1) * each, f"less {slots + 1:,} states of {each:,} bytes; "
+    slots = ask.most_states or max(int((pool_bytes * _STATE_SHARE / (1 + _STATE_SHARE) - each) // each), 0)
+    return max(pool_bytes - (slots + 1) * each, 0), f"less {slots + 1:,} states of {each:,} bytes; "
 
 
 def _compressed(ask: Question, pool_bytes: int) -> Pool:

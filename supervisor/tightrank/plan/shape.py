@@ -76,7 +76,7 @@ def shape(model: Mapping[str, Any]) -> ModelShape:
     text = sections(model)
     heads, hidden, count = _first(text, _HEADS), _first(text, _HIDDEN), _first(text, _LAYERS)
     kv_heads = 1 if text.get("multi_query") is True else _first(text, _KV_HEADS) or heads
-    head_dim = whole(text.get("head_dim")) or (hidden // heads if hidden and heads else None)
+    head_dim = whole(text.get("head_dim")) or (hidden // heads if hidden and heads else 0) or None
     latent = _latent(text)
     experts = _first(text, _EXPERTS)
     inner = _first(text, _INNER) or (4 * hidden if hidden and text.get("model_type") == "gpt2" else None)
