@@ -23,7 +23,7 @@ from pathlib import Path
 from tightrank import act, api, breaker, decide, engines, hang, host, hygiene, inputs, levels, plan, serve, sockets, status
 from tightrank.adapter import pages
 from tightrank.bundle.keeper import Keeper
-from tightrank.calibration import Calibration
+from tightrank.calibration.store import Calibration
 from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
 from tightrank.engines import installed

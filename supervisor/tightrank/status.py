@@ -33,7 +33,7 @@ def build(name: str, started_unix: float, snapshot: Snapshot, workers: Sequence[
 
 def _worker(worker: Worker, snapshot: Snapshot, policy: Policy) -> WorkerStatus:
     reading, spec, run = snapshot.workers[worker.template.name], worker.template, worker.run
-    pace = run.meter.pace if run else None
+    pace = worker.pace
     version = next((rank.engine_version for rank in reading.ranks if rank.engine_version), None)
     next_start = None if worker.next_start is None else \
         snapshot.unix + max(worker.next_start - snapshot.monotonic, 0.0)
@@ -72,7 +72,9 @@ def _under_way_seconds(run: Generation, pace: Pace, width: int) -> float:
     """How long the prefill under way may still take. Only its engine knows the prompt's length: one that has come to `width`
     keys may be as long again, and no longer than the context."""
     rest = width if run.spec.context_tokens is None else min(width, max(run.spec.context_tokens - width, 0))
-    return pace.prompt_seconds(rest, lambda prefix: _chunk_tokens(run, prefix), width)
+    middle = width + rest // 2             # all its chunks count like this one: a look in every tick must not walk a prompt
+    size = _chunk_tokens(run, middle)
+    return rest / size * pace.chunk_seconds(size, middle)
 
 
 def _chunk_tokens(run: Generation, prefix: int) -> int:

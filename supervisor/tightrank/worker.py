@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 from tightrank import act, engines, launch, stacks
 from tightrank.adapter import wire
 from tightrank.breaker import Breaker
-from tightrank.calibration import Account, Calibration, measured, sentence
+from tightrank.calibration import Account, measured, sentence
+from tightrank.calibration.store import Calibration
 from tightrank.decide import RESTARTS, STEADY_SECONDS
 from tightrank.errors import CAUSES
 from tightrank.generation import Generation
 from tightrank.hygiene import Rules
 from tightrank.plan import for_generation
+from tightrank.plan.pace import Pace
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.process import ProcessTable
 from tightrank.records import (
@@ -186,6 +188,12 @@ class Worker:
     def suspect(self) -> bool:
         """Whether it does not move although it should."""
         return self.run is not None and self.run.turns.suspect
+
+    @property
+    def pace(self) -> Pace | None:
+        """Of its prefill steps; of those of an earlier generation until there are enough."""
+        own = self.run.meter.pace if self.run is not None else None
+        return own or (self._account.pace if self._account is not None else None)
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:

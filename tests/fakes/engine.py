@@ -55,6 +55,7 @@ def parse(argv):
     p.add_argument("--exit-after", type=float, metavar="S", help="main exits S seconds after its start")
     p.add_argument("--serve-then-die", type=float, metavar="S", help="rank 0 is killed S seconds after ready")
     p.add_argument("--ignore-sigterm", action="store_true")
+    p.add_argument("--kv-tokens-file", metavar="FILE", help="the ranks' KV cache holds as many tokens as FILE says")
     p.add_argument("--no-hello", action="store_true", help="no telemetry, as if the adapter had not been loaded")
     p.add_argument("--hook-failed", metavar="NAME", help="this hook is not in force on the last rank")
     p.add_argument("--freeze", type=float, nargs="?", const=0.0, metavar="S", help="rank 0 spins S seconds after ready")

@@ -77,6 +77,8 @@ class Telemetry:
         last = rank is None or rank == self.options.children - 1
         hooks = {hook: self._hook(hook, last) for hook in wanted}
         facts = {"line_budget": self.settings.line.get("budget"), "granule_tokens": 64} if "line" in wanted else {}
+        if self.options.kv_tokens_file and rank is not None:
+            facts = {**facts, "kv_tokens": int(Path(self.options.kv_tokens_file).read_text())}
         self.said = wire.Hello(
             pid=os.getpid(), start_time=wire.start_time(os.getpid()), role=role, engine=self.options.engine,
             engine_version="0.0.0+fake", worker=self.settings.worker, generation=self.settings.generation, rank=rank,

@@ -14,19 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import rank
 from tightrank import calibration
-from tightrank.calibration import (
-    MOST_BYTES,
-    MOST_ENTRIES,
-    SAVE_SECONDS,
-    WORKER,
-    Account,
-    Calibration,
-    Identity,
-    compare,
-    flat,
-    measured,
-    sentence,
-)
+from tightrank.calibration import SAVE_SECONDS, WORKER, Account, compare, flat, measured, sentence
+from tightrank.calibration.store import MOST_BYTES, MOST_ENTRIES, Calibration, Identity
 from tightrank.plan.pace import Pace
 from tightrank.records import WorkerReading, WorkerSpec
 
@@ -199,7 +188,7 @@ def test_the_sentence_has_both_numbers() -> None:
     assert sentence(none) == "pair_bytes: 0 expected (as the plan computes it), 13.5 measured (none was expected)"
 
 
-def reading(tokens: int, available: int = 8 << 30) -> WorkerReading:
+def reading(tokens: Any, available: int = 8 << 30) -> WorkerReading:
     ranks = (rank(role="engine-core", rank=None, facts={"kv_tokens": tokens}), rank(rank=0, available_bytes=available),
              rank(rank=1, available_bytes=None))
     return WorkerReading("w", 1, None, (), ranks, (), ())
@@ -210,7 +199,8 @@ def test_what_the_daemon_knows() -> None:
     assert found == {WORKER: {"kv_tokens": 4096, "row_seconds": 4e-4, "pair_seconds": 1e-9, "step_seconds": 0.02,
                               "pace_samples": 200, "pace_tokens": 100_000}, "0": {"available_bytes": 8 << 30}}
     assert calibration.pace_of(found[WORKER]) == PACE and calibration.pace_of({}) is None
-    assert measured(reading(0), None, at_rest=False) == {WORKER: {}}
+    for garbage in (0, -1, 10**400, True, "7", 4096.5):
+        assert measured(reading(garbage), None, at_rest=False) == {WORKER: {}}
     assert flat({"0": {"available_bytes": 2.0, "weights_bytes": 5.0}, "1": {"available_bytes": 3.0, "weights_bytes": 6.0}}) == \
         {"available_bytes": 2.0, "weights_bytes": 6.0}
 
@@ -244,6 +234,8 @@ def test_a_pace_is_compared_by_what_it_says_of_a_prompt(make: Callable[[], Calib
     slow = replace(PACE, row_seconds=6e-4, pair_seconds=2e-9, longest_tokens=50_000)
     found = account(make())
     assert found.step(measured(reading(1), replace(slow, samples=calibration.PACE_SAMPLES - 1), True), 0.0) == [], "too early"
+    assert found.pace == same and account(make(), identity={"configuration": "k2"}).pace == replace(
+        slow, samples=calibration.PACE_SAMPLES - 1), "what is nearest, until there is an own one"
     row, = found.step(measured(reading(1), slow, False), 1.0)
     assert row.term == "prompt_seconds" and row.measured == pytest.approx(slow.prompt_seconds(50_000, lambda _: 2048))
 
@@ -252,13 +244,15 @@ def test_a_pace_that_learns_is_written_once_a_minute(make: Callable[[], Calibrat
     store, kept = make(), list[Any]()
     monkeypatch.setattr(store, "keep", lambda identity, terms: kept.append(terms))
     found = account(store)
-    for second in range(0, 200, 5):
+    found.step(measured(reading(1), None, True), 0.0)
+    for second in range(5, 205, 5):
         grown = replace(PACE, samples=64 + second, longest_tokens=1000 + 100 * second)
         found.step(measured(reading(1), grown, found.fresh), float(second))
-    assert len(kept) == 1 + 195 // SAVE_SECONDS and kept[-1]["0"] == {"available_bytes": 8 << 30}
-    for second in range(200, 1000, 5):
+    assert len(kept) == 1 + 1 + 195 // SAVE_SECONDS, "at once when it is there, then seldom"
+    assert kept[-1]["0"] == {"available_bytes": 8 << 30}
+    for second in range(205, 1000, 5):
         found.step(measured(reading(1), grown, False), float(second))
-    assert len(kept) <= 5, "nothing new, nothing to write"
+    assert len(kept) <= 6, "nothing new, nothing to write"
 
 
 def test_the_file_is_for_people_too(make: Callable[[], Calibration], tmp_path: Path) -> None:

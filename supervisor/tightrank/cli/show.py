@@ -65,7 +65,7 @@ def _pace(pace: Json) -> str:
 
 def _difference(row: Json) -> str:
     whence = "by the plan" if row["source"] == "plan" else "at the last start"
-    return f"differs  {row['term']}: {row['predicted']:.6g} {whence}, {row['measured']:.6g} now"
+    return f"differs  {row['term']}: {row['predicted']:,.6g} {whence}, {row['measured']:,.6g} now"
 
 
 def _rank(rank: Json) -> str:

@@ -130,7 +130,8 @@ class Handler:
         peer = self._latest(failure.peer)
         if failure.kind is Failure.ABORTED:
             return Refusal(503, "aborted_memory_pressure", f"tightrank ended this request: {failure}; try again later, or a "
-                           "shorter prompt", retry_after=SOON_SECONDS, more={"worker": peer.id})
+                           "shorter prompt", retry_after=peer.shed.retry_after_seconds if peer.shed else SOON_SECONDS,
+                           more={"worker": peer.id})
         status = _STATUS.get(failure.kind, 503)
         return Refusal(status, f"engine_{failure.kind.value}", f"{failure}; no byte of a wrong answer was sent on",
                        retry_after=self._retry_after([peer]) if status == 503 else None, more=_blame(peer))

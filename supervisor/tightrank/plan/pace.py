@@ -212,7 +212,8 @@ def _told_apart(gram: _Gram, rows: Sequence[_Row], weights: Sequence[float], col
 @dataclass(slots=True)
 class PaceMeter:
     """The pace of one worker from its step records, with a bounded memory: the last steps of each size and prefix (by powers
-    of two), so that a thousand short prompts do not drive out what one long one told."""
+    of two), so that a thousand short prompts do not drive out what one long one told. The stages of a pipeline count alike:
+    there a step is one stage's, and a prompt of many chunks takes as many of them."""
     _cells: OrderedDict[tuple[int, int], deque[PaceSample]] = field(default_factory=OrderedDict)
     _last: dict[int, wire_types.Step] = field(default_factory=dict)      # of each process
     _new: int = 0

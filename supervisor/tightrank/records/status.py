@@ -69,7 +69,8 @@ class WorkerStatus:
     aborts: int = 0                        # how often, in this generation, its largest prefill was to be ended; the gateway
     abort_why: str = ""                    # does it when it sees the number grow, so that no event is obeyed twice
     bundle: str | None = None              # file name of the last bundle that was made for it
-    pace: Mapping[str, Any] | None = None  # what prefill takes, as in plan/pace.py; None: too few steps to tell
+    pace: Mapping[str, Any] | None = None  # what prefill takes, as in plan/pace.py, of an earlier start until this one has
+                                           # enough steps; None: there are too few
     comparisons: tuple[Comparison, ...] = ()     # of this generation's measured terms
 
 
