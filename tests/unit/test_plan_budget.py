@@ -16,6 +16,7 @@ from tightrank.plan.budget import memory_plan
 from tightrank.plan.case import Case
 from tightrank.plan.pace import PaceSample, fit, pairs
 from tightrank.plan.peak import Peak
+from tightrank.plan.safetensors import Tensor
 from tightrank.plan.terms import ASSUMED, MEASURED, READ, Memory, MemoryPlan, weakest
 from tightrank.plan.workspaces import sizes
 from tightrank.records import LineSpec, WorkerSpec
@@ -260,9 +261,13 @@ def test_what_cannot_be_told_is_said() -> None:
 
 
 def test_what_a_start_is_held_against() -> None:
-    plan = planned(LLAMA_8B, own(80))
-    assert predicted(plan) == {"kv_tokens": value(plan, "KV tokens"), "weights_bytes": plan.ranks[0].bytes_of("weights")}
-    assert predicted(planned({}, own(80))) == {}
+    """Only what is certain: not weights that were estimated, nor a pool of what an engine is assumed to leave."""
+    tensors = (Tensor("model.layers.0.self_attn.q_proj.weight", "BF16", (4096, 4096), 2**25),)
+    assert predicted(planned(LLAMA_8B, own(80))) == {} == predicted(planned({}, own(80)))
+    assert predicted(planned(LLAMA_8B, own(80), case={"tensors": tensors})) == {"weights_bytes": 2**25}
+    sized = planned(LLAMA_8B, own(80), "--kv-cache-memory-bytes", "4G")
+    assert predicted(sized) == {"kv_tokens": 32_768}
+    assert predicted(planned(LLAMA_8B, own(80), "--max-total-tokens", "5000", engine="sglang")) == {"kv_tokens": 5000}
 
 
 WORDS = ["--kv-cache-dtype", "fp8", "--max-total-tokens", "0", "7", "--max-model-len", "-1", "--enforce-eager", "--block-size",

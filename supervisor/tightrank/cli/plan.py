@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tightrank import host, inputs, plan
+from tightrank import host, inputs, plan, survey
 from tightrank.adapter import INJECT, wire
-from tightrank.cli import budget, facts, picture
+from tightrank.cli import budget, picture
 from tightrank.cli.common import add_command_line, add_config_options, bold, load_config, table
 from tightrank.plan import whatif
 from tightrank.plan.budget import memory_plan
@@ -71,11 +71,11 @@ def _planned(arguments: argparse.Namespace, change: whatif.WhatIf) -> Planned:
     """The specs and memory plans of all workers, with `change` in them. Raises ConfigError."""
     settings = argparse.Namespace(**{**vars(arguments), "settings": [*arguments.settings, *change.settings]})
     config = whatif.changed(load_config(settings).config, change)
-    read, known = inputs.read(config, os.environ), facts.read(config)
+    read, known = inputs.read(config, os.environ), survey.read(config)
     specs = plan.build(config, host.read(), read)
     memory = change.memory or arguments.memory
-    given = facts.Given(memory, arguments.unified) if memory is not None else None
-    return [(case.spec, memory_plan(case)) for case in facts.cases(config, specs, read, known, given)]
+    given = survey.Given(memory, arguments.unified) if memory is not None else None
+    return [(case.spec, memory_plan(case)) for case in survey.cases(config, specs, read, known, given)]
 
 
 def _json(planned: Planned) -> dict[str, Any]:

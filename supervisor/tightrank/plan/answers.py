@@ -33,7 +33,8 @@ class Outcome:
             yield Term("KV of a token", case.token_bytes, "bytes", "in all layers that keep every token, on a rank of each "
                        f"stage, stored as {case.how.name}", READ, "config.json")
         if self.found is not None:
-            origin = weakest(*(term.origin for term in self.pools), READ if self.found.exact else ASSUMED)
+            pools = (term.origin for term in self.pools if not self.found.capped)
+            origin = weakest(READ if self.found.exact else ASSUMED, *pools)
             yield Term("KV tokens", self.found.tokens, "tokens", self.found.formula, origin)
         yield Term("largest chunk", max(band.chunk_tokens for band in planned.bands), "tokens", "at a short prefix", READ)
         if planned.pairs is not None:
@@ -96,6 +97,8 @@ class Outcome:
 
 
 def predicted(plan: MemoryPlan) -> Mapping[str, float]:
-    """Terms by the names of calibration.py, to be held against what a start measures. Without what could not be told."""
-    tokens, weights = plan.number("KV tokens"), max((rank.bytes_of("weights") for rank in plan.ranks), default=0)
-    return {**({"kv_tokens": tokens.value} if tokens else {}), **({"weights_bytes": weights} if weights else {})}
+    """Terms by the names of `calibration`, to be held against what a start measures: those that are not assumed."""
+    weights = [term for rank in plan.ranks for term in rank.rest if term.name == "weights" and term.origin != ASSUMED]
+    tokens = plan.number("KV tokens")
+    found = {"weights_bytes": max(term.value for term in weights)} if weights else {}
+    return {**found, "kv_tokens": tokens.value} if tokens is not None and tokens.origin != ASSUMED else found

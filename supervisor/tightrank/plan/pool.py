@@ -50,6 +50,7 @@ class Pool:
     held_bytes: float
     formula: str
     exact: bool = True
+    capped: bool = False               # no more were asked for
 
 
 def tokens(ask: Question, pool_bytes: int) -> Pool | None:
@@ -141,11 +142,12 @@ def _sglang(ask: Question, pool_bytes: int) -> Pool:
     cell = max(sum(each if kinds[layer] == FULL or not windows else share * each
                    for layer in stage if kinds[layer] in (FULL, WINDOW)) for stage in _stages(ask))
     found = int(left // cell) if cell else ask.context_tokens
-    if ask.most_tokens is not None:
-        found = min(found, ask.most_tokens)
+    capped = ask.most_tokens is not None and ask.most_tokens <= found
+    found = ask.most_tokens if capped and ask.most_tokens is not None else found
     found = found // ask.block_tokens * ask.block_tokens
     return Pool(found, found * cell + pool_bytes - left,
-                f"{said}{int(left):,} bytes / {cell:,.0f} of a token, in whole pages of {ask.block_tokens}{_cap(ask)}")
+                f"{said}{int(left):,} bytes / {cell:,.0f} of a token, in whole pages of {ask.block_tokens}{_cap(ask)}",
+                capped=capped)
 
 
 def _cap(ask: Question) -> str:

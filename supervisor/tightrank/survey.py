@@ -3,17 +3,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tightrank import breaker, engines, host
-from tightrank.calibration import WORKER, Calibration, flat, pace_of
+from tightrank.calibration import WORKER, flat, pace_of
+from tightrank.calibration.store import Calibration
 from tightrank.check import devices, model
 from tightrank.config import Config
 from tightrank.config.units import Reserve
 from tightrank.engines import installed
 from tightrank.errors import ConfigError
 from tightrank.inputs import Inputs
+from tightrank.plan.answers import predicted
+from tightrank.plan.budget import memory_plan
 from tightrank.plan.case import Case
 from tightrank.plan.safetensors import Tensor
 from tightrank.plan.terms import ASSUMED, READ, Memory
@@ -58,6 +61,12 @@ def cases(config: Config, specs: Sequence[WorkerSpec], inputs: Inputs, facts: Fa
         found.append(Case(config, spec, inputs.model, facts.tensors, memory, inputs.environment, cpu, flat(measured),
                           pace_of(measured.get(WORKER, {}))))
     return found
+
+
+def expecting(config: Config, specs: Sequence[WorkerSpec], inputs: Inputs) -> tuple[WorkerSpec, ...]:
+    """`specs`, each with what its start should measure, as far as that is certain. Raises ConfigError."""
+    found = cases(config, specs, inputs, read(config), None)
+    return tuple(replace(case.spec, predicted=predicted(memory_plan(case))) for case in found)
 
 
 def _release(spec: WorkerSpec, environment: Mapping[str, str]) -> str | None:
