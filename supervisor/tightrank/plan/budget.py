@@ -95,7 +95,7 @@ def _held(asked: Term, found: pool.Pool | None) -> Term:
 def _rest(case: Case, rank: int, held: Term) -> tuple[Term, ...]:
     later = process.workspaces(case.config, case.spec, case.shape, case.chunk, case.context)
     found = (_weights(case, rank), *_outside(case, rank), _graphs(case), *later, held)
-    return tuple(term for term in found if term.value)
+    return tuple(term for term in found if term.value or term is held)
 
 
 def _guard(case: Case) -> Term:
