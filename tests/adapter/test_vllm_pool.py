@@ -1,4 +1,5 @@
-"""KV tokens as the plan counts them against vLLM's own code, for layers that keep all, a window or a state in any mixture."""
+"""KV tokens as the plan counts them against vLLM's own code: layers that keep all, a window or a state in any mixture, and
+DeepSeek-V4's."""
 from __future__ import annotations
 
 import json
@@ -36,7 +37,21 @@ def cases() -> list[dict[str, Any]]:
              "pool": source.randint(2**28, 2**34)} for _ in range(CASES)]
 
 
+def compressed() -> list[dict[str, Any]]:
+    """Of DeepSeek-V4's kind: the ratios of its layers, in its own order and in others."""
+    source = random.Random(8)
+    ratios = [[0, 4], [128, *[4, 128] * 30], [0, 0, *[4, 128] * 20, 4],
+              *([source.choice([0, 4, 128]) for _ in range(source.randint(1, 40))] for _ in range(40))]
+    return [{"ratios": each, "context": source.randint(300, 10**6), "in_flight": source.choice([512, 2048, 16384]),
+             "pool": source.randint(2**30, 2**36), "prefix_caching": True} for each in ratios]
+
+
 def question(case: dict[str, Any]) -> Question:
+    if "ratios" in case:
+        found = shape({"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 512, "sliding_window": 128,
+                       "num_hidden_layers": len(case["ratios"]), "compress_ratios": case["ratios"], "index_n_heads": 1,
+                       "index_head_dim": 128, "index_topk": 512})
+        return Question(found, Storage("fp8", 1), "vllm", 1, 1, 256, case["context"], case["in_flight"], 2, 4)
     found = shape({"num_attention_heads": 32, "num_key_value_heads": case["kv_heads"], "head_dim": case["head_dim"]})
     layers = Layers(tuple(case["kinds"]), case["window"])
     found = replace(found, layers=layers, state=State(case["state"], 0))
@@ -45,9 +60,10 @@ def question(case: dict[str, Any]) -> Question:
 
 
 def test_blocks_and_tokens_are_vllms_own() -> None:
-    asked = cases()
+    asked = [*cases(), *compressed()]
     for case in asked:                  # vLLM's platform sets it before, from what it knows of the layers
-        case["block"] = pool.block_tokens(question(case))
+        if "block" in case:
+            case["block"] = pool.block_tokens(question(case))
     done = subprocess.run([interpreter("vllm"), PROGRAM], input=json.dumps(asked), capture_output=True, text=True, timeout=250,
                           check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -8,14 +8,21 @@ from types import SimpleNamespace
 
 import torch
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 
 def config(case):
     """As much of a VllmConfig as is asked for."""
     mode = "align" if case["prefix_caching"] else "none"
-    cache = SimpleNamespace(get_resolved_kv_cache_layout=lambda: KVCacheLayout.LBNHC, num_gpu_blocks_override=None,
+    layout = KVCacheLayout.BLHNC if "ratios" in case else KVCacheLayout.LBNHC
+    cache = SimpleNamespace(get_resolved_kv_cache_layout=lambda: layout, num_gpu_blocks_override=None,
                             prefix_cache_retention_interval=None, mamba_cache_mode=mode)
     return SimpleNamespace(
         cache_config=cache, model_config=SimpleNamespace(max_model_len=case["context"]), speculative_config=None,
@@ -35,9 +42,32 @@ def spec(kind, case):
     return MambaSpec(block_size=case["block"], shapes=((case["state"],),), dtypes=(torch.uint8,), page_size_padded=page)
 
 
+def packed(ratios):
+    """As models/deepseek_v4 makes them for an FP8 cache."""
+    one, eight = {"num_kv_heads": 1, "max_tp_shards": 1, "alignment": 576}, {"dtype": torch.uint8}
+    whole = {"state_content_bytes": 584, "cache_dtype_str": "fp8_ds_mla", "model_version": "deepseek_v4", "head_size": 512}
+    found = {}
+    for index, ratio in enumerate(ratios):
+        found[f"{index}.window"] = SlidingWindowMLASpec(**one, **eight, **whole, block_size=64, sliding_window=128)
+        if ratio > 1:
+            found[f"{index}.keys"] = MLAAttentionSpec(**one, **eight, **whole, block_size=256, tokens_per_state=ratio)
+            found[f"{index}.state"] = compressor(one, ratio, 512)
+        if ratio == 4:
+            found[f"{index}.index"] = MLAAttentionSpec(**one, **eight, head_size=132, block_size=256, tokens_per_state=4)
+            found[f"{index}.index state"] = compressor(one, ratio, 128)
+    return found
+
+
+def compressor(one, ratio, dim):
+    overlap = 1 + (ratio == 4)
+    return SlidingWindowMLASpec(**one, block_size=4 if ratio == 4 else 8, head_size=2 * overlap * dim, dtype=torch.float32,
+                                sliding_window=overlap * ratio)
+
+
 def answer(case):
     vllm_config = config(case)
-    specs = {f"layers.{index}": spec(kind, case) for index, kind in enumerate(case["kinds"])}
+    specs = packed(case["ratios"]) if "ratios" in case else {
+        f"layers.{index}": spec(kind, case) for index, kind in enumerate(case["kinds"])}
     groups = kv_cache_utils.get_kv_cache_groups(vllm_config, specs)
     found = kv_cache_utils.get_kv_cache_config_from_groups(vllm_config, groups, case["pool"])
     return [found.num_blocks, kv_cache_utils.get_kv_cache_capacity(vllm_config, found)[0]]

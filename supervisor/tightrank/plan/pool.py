@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tightrank.plan import kv
+from tightrank.plan import kv, packed
 from tightrank.plan.layers import FULL, STATE, WINDOW
 from tightrank.plan.shape import ModelShape
 from tightrank.plan.weights import stages
@@ -164,17 +164,27 @@ def _after_states(ask: Question, pool_bytes: int) -> tuple[float, str]:
     return max(pool_bytes - (slots + 1) * each, 0), f"less {slots + 1:,} states of {each:,} bytes; "
 
 
+# --- DeepSeek-V4 ------------------------------------------------------------------------------------------------------
+
+
 def _compressed(ask: Question, pool_bytes: int) -> Pool:
-    """DeepSeek-V4: by the bytes of a token and a share of windows; the engines' pages, rings and padding are not followed."""
+    return _compressed_sglang(ask, pool_bytes) if ask.engine == "sglang" else _packed(ask, pool_bytes)
+
+
+def _packed(ask: Question, pool_bytes: int) -> Pool:
+    made = packed.groups(packed.caches(ask.shape, ask.how))
+    size = max(packed.block_bytes(made, stage) for stage in _stages(ask))
+    needed = packed.request_blocks(made, ask.context_tokens, ask.in_flight_tokens)
+    blocks = pool_bytes // size
+    said = (f"{blocks:,} blocks of {size:,} bytes, {len(made)} groups of caches in them; {needed:,} blocks for a request of "
+            f"{ask.context_tokens:,} tokens")
+    known = packed.KNOWN_RATIOS.issuperset(ask.shape.layers.ratios or ())
+    return Pool(int(blocks / needed * ask.context_tokens), blocks * size, said, exact=known)
+
+
+def _compressed_sglang(ask: Question, pool_bytes: int) -> Pool:
+    """By the bytes of a token and a share of windows; SGLang's pages, rings and padding are not followed."""
     each = kv.token_bytes(ask.shape, ask.how, ask.tensor_parallel) or 0.0
-    entry = kv.entry_bytes(ask.shape, ask.how, ask.tensor_parallel) or 0.0
-    windows = len(ask.shape.layers.kinds) * entry
-    if ask.engine == "sglang":
-        each += _COMPRESSED_WINDOW_SHARE * windows
-        count = min(int(pool_bytes // each), ask.most_tokens or pool_bytes)
-        said = f"{pool_bytes:,} bytes / {each:,.0f} of a token, windows in it{_cap(ask)}"
-        return Pool(count, count * each, said, exact=False)
-    window = min(ask.shape.layers.window_tokens or 0, ask.context_tokens) * windows
-    request = each * ask.context_tokens + window
-    said = f"{pool_bytes:,} bytes / {request:,.0f} of a request of {ask.context_tokens:,} tokens, its window in it"
-    return Pool(int(pool_bytes / request * ask.context_tokens), pool_bytes, said, exact=False)
+    each += _COMPRESSED_WINDOW_SHARE * len(ask.shape.layers.kinds) * (kv.entry_bytes(ask.shape, ask.how, 1) or 0.0)
+    count = min(int(pool_bytes // each), ask.most_tokens or pool_bytes)
+    return Pool(count, count * each, f"{pool_bytes:,} bytes / {each:,.0f} of a token, windows in it{_cap(ask)}", exact=False)
