@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,14 @@ from typing import Any
 import pytest
 from helpers import tightrank
 from preflight import make_config, write_safetensors
-from tightrank.config import Config
+from tightrank import breaker, host, inputs, survey
+from tightrank.calibration.store import Calibration
+from tightrank.config import Config, load
+from tightrank.engines import installed
 from tightrank.errors import ConfigError
-from tightrank.plan import whatif
+from tightrank.inputs import Inputs
+from tightrank.plan import build, whatif
+from tightrank.records import WorkerSpec
 
 V41: dict[str, Any] = {
     "model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"], "hidden_size": 1024, "num_hidden_layers": 4,
@@ -124,6 +130,35 @@ def test_bad_input_is_one_line(deployment: Path, words: tuple[str, ...], said: s
     done = tightrank("plan", *words, cwd=deployment)
     assert done.returncode == 78 and done.stdout == ""
     assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+def specs_of(directory: Path) -> tuple[Config, Inputs, tuple[WorkerSpec, ...]]:
+    config = load(directory / "tightrank.yaml", {}).config
+    read = inputs.read(config, {"PATH": os.environ["PATH"]})
+    return config, read, build(config, host.read(), read)
+
+
+def test_what_was_measured_here_goes_before_what_is_assumed(deployment: Path) -> None:
+    config, read, (spec,) = specs_of(deployment)
+    (deployment / "state").mkdir()
+    facts = breaker.facts(host.read(), installed.release(spec.argv, "sglang", os.environ["PATH"]))
+    store = Calibration(deployment / "state" / "calibration.json", facts)
+    store.keep(store.identity(spec, "another configuration"), {
+        "0": {"pair_bytes": 2.0, "row_bytes": 30_000.0},
+        "worker": {"row_seconds": 4e-4, "pair_seconds": 8e-11, "step_seconds": 0.2, "pace_samples": 99.0, "pace_tokens": 4e5}})
+    case, = survey.cases(config, [spec], read, survey.read(config), None)
+    assert (case.peak.free, case.peak.row_bytes) == (2.0, 30_000.0) and case.pace is not None
+    text = plan(deployment, "--memory", "12GiB")
+    assert "rows and pairs as measured; at its most" in text and "not known: the time" not in text
+    rows = {line.split("  ")[0]: line for line in map(str.strip, text.splitlines()) if line.startswith("first token of")}
+    assert "the pace of 99 steps" in rows["first token of 256,000"] and "extrapolated" in rows["first token of 500,000"]
+
+
+def test_a_start_is_told_what_is_certain(deployment: Path) -> None:
+    config, read, specs = specs_of(deployment)
+    assert survey.expecting(config, specs, read)[0].predicted == {}, "estimated weights, and a pool of what is left"
+    write_safetensors(deployment / "model" / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": ("BF16", (768, 1024))})
+    assert survey.expecting(config, specs, read)[0].predicted == {"weights_bytes": 768 * 1024 * 2 // 3}
 
 
 def test_a_config_that_says_nothing_is_planned_all_the_same(deployment: Path) -> None:

@@ -63,6 +63,8 @@ def _ranks(plan: MemoryPlan, width: int | None) -> Iterator[str]:
         cells = [f"{term.value / GIB:.2f}" if term is not None else "" for term in terms]
         rows.append((name, *cells, first.origin, first.formula + (f" ({first.source})" if first.source else "")))
     yield from _wrapped(rows, tuple(range(1, len(chosen) + 1)), width)
+    yield from (f"rank {rank.rank}: {rank.binds}" for rank in plan.ranks
+                if rank.rank == plan.tightest_rank or rank.spare.value < 0)
     if len(chosen) < len(plan.ranks):
         yield f"the other {len(plan.ranks) - len(chosen)} ranks hold what their neighbour to the left does"
 

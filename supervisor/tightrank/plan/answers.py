@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightrank.config.flags import value
 from tightrank.plan import pool
@@ -29,6 +29,9 @@ class Outcome:
     def _numbers(self) -> Iterator[Term]:
         case, planned = self.case, self.planned
         yield Term("longest request", case.context, "tokens", "the engine's maximum length, as set or as the model's own", READ)
+        heaviest = max((case.weights(rank) for rank in range(case.ranks)), key=lambda term: term.value)
+        if heaviest.value:
+            yield replace(heaviest, name="weights of a rank")
         if case.token_bytes is not None and case.how is not None:
             yield Term("KV of a token", case.token_bytes, "bytes", "in all layers that keep every token, on a rank of each "
                        f"stage, stored as {case.how.name}", READ, "config.json")
@@ -98,7 +101,5 @@ class Outcome:
 
 def predicted(plan: MemoryPlan) -> Mapping[str, float]:
     """Terms by the names of `calibration`, to be held against what a start measures: those that are not assumed."""
-    weights = [term for rank in plan.ranks for term in rank.rest if term.name == "weights" and term.origin != ASSUMED]
-    tokens = plan.number("KV tokens")
-    found = {"weights_bytes": max(term.value for term in weights)} if weights else {}
-    return {**found, "kv_tokens": tokens.value} if tokens is not None and tokens.origin != ASSUMED else found
+    named = {"weights_bytes": plan.number("weights of a rank"), "kv_tokens": plan.number("KV tokens")}
+    return {name: term.value for name, term in named.items() if term is not None and term.origin != ASSUMED}

@@ -8,7 +8,7 @@ from tightrank.config.flags import has, value
 from tightrank.plan import answers, kv, pool, process, sizing
 from tightrank.plan.case import Case
 from tightrank.plan.chunks import Chunks, chunks
-from tightrank.plan.terms import ASSUMED, READ, MemoryPlan, RankPlan, Term, weakest
+from tightrank.plan.terms import READ, MemoryPlan, RankPlan, Term, weakest
 
 GIB = 2**30
 _BLOCK = {"vllm": 16, "sglang": 1, "atom": 16}
@@ -36,15 +36,6 @@ def kv_pool(case: Case, pool_bytes: int) -> pool.Pool | None:
 # --- what the ranks hold ----------------------------------------------------------------------------------------------
 
 
-def _weights(case: Case, rank: int) -> Term:
-    size = case.stage_weights[rank // case.spec.tensor_parallel]
-    if case.in_files:
-        return Term("weights", size, "bytes", f"the tensors' headers, divided by tensor_parallel {case.spec.tensor_parallel}; "
-                    "norms, routers and the like whole", READ, "*.safetensors")
-    return Term("weights", size, "bytes", "estimated from the shape in config.json: the files are not there", ASSUMED,
-                "config.json")
-
-
 def _graphs(case: Case) -> Term:
     off = case.cpu or has(case.spec.argv, "--enforce-eager", "--disable-cuda-graph")
     return process.graphs(case.spec, off, case.flag("requests"))
@@ -60,7 +51,7 @@ def _sized(case: Case, rank: int) -> sizing.Rank:
     assert case.memory is not None
     mine = [term for term in _outside(case, rank) if term.name != process.SERVER]     # of another process
     return sizing.Rank(case.memory.total_bytes[rank], case.memory.free_bytes[rank], case.memory.part_bytes(rank),
-                       weights_bytes=_weights(case, rank).value, outside_bytes=sum(term.value for term in mine),
+                       weights_bytes=case.weights(rank).value, outside_bytes=sum(term.value for term in mine),
                        peak_bytes=case.peak.row_bytes * case.chunk, graphs_bytes=_graphs(case).value, origin=case.memory.origin)
 
 
@@ -94,7 +85,7 @@ def _held(asked: Term, found: pool.Pool | None) -> Term:
 
 def _rest(case: Case, rank: int, held: Term) -> tuple[Term, ...]:
     later = process.workspaces(case.config, case.spec, case.shape, case.chunk, case.context)
-    found = (_weights(case, rank), *_outside(case, rank), _graphs(case), *later, held)
+    found = (case.weights(rank), *_outside(case, rank), _graphs(case), *later, held)
     return tuple(term for term in found if term.value or term is held)
 
 

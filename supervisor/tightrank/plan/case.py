@@ -15,7 +15,7 @@ from tightrank.plan.line import own_context
 from tightrank.plan.pace import Pace
 from tightrank.plan.safetensors import Tensor
 from tightrank.plan.shape import ModelShape, shape
-from tightrank.plan.terms import Memory
+from tightrank.plan.terms import ASSUMED, READ, Memory, Term
 from tightrank.records import WorkerSpec
 
 _DEFAULT_CHUNK = {"vllm": 2048, "sglang": 8192, "atom": 16384}
@@ -49,6 +49,15 @@ class Case:
         """Bytes on each rank of each pipeline stage."""
         found = self.tensors if self.in_files else estimate.tensors(self.shape, self.model)
         return weights.rank_bytes(found, self.shape, weights.split(self.spec, self.model))
+
+    def weights(self, rank: int) -> Term:
+        """What the rank holds of them; 0 where config.json does not say enough and no files are there."""
+        size = self.stage_weights[rank // self.spec.tensor_parallel]
+        if self.in_files:
+            return Term("weights", size, "bytes", "the tensors' headers, divided by tensor_parallel "
+                        f"{self.spec.tensor_parallel}; norms, routers and the like whole", READ, "*.safetensors")
+        return Term("weights", size, "bytes", "estimated from the shape in config.json: the files are not there", ASSUMED,
+                    "config.json")
 
     @cached_property
     def context(self) -> int:
