@@ -70,7 +70,7 @@ def _ranks(plan: MemoryPlan, width: int | None) -> Iterator[str]:
 
 
 def _named(rank: RankPlan, plan: MemoryPlan) -> str:
-    return f"rank {rank.rank}" + ("*" if rank.rank == plan.tightest_rank and len(plan.ranks) > 1 else "")
+    return f"rank {rank.rank}" + ("*" if plan.is_tightest(rank) else "")
 
 
 def _columns(plan: MemoryPlan) -> list[RankPlan]:

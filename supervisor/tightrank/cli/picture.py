@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tightrank.plan.terms import MemoryPlan, RankPlan
 
 GIB = 2**30
 KINDS = (".svg", ".png")
-_PANEL_INCHES, _DOTS = (6.4, 4.2), 130
+_PANEL_INCHES, _DOTS, _TITLE_LETTERS = (6.4, 4.2), 130, 84
 # Okabe and Ito's, which the colour-blind tell apart; what a thing is has the same colour in every picture.
 _COLOURS = {"weights": "#0072B2", "KV pool": "#56B4E9", "peak of a chunk": "#D55E00", "process": "#999999",
             "server of rank 0": "#CC79A7", "device context": "#BBBBBB", "communicator": "#E69F00", "graphs": "#F0E442",
@@ -85,7 +86,7 @@ def _chunks(axes: Any, plan: MemoryPlan, title: str) -> None:
 
 def _ranks(axes: Any, plan: MemoryPlan) -> None:
     """A stack for each rank; the stroke on top is its memory."""
-    axes.set_title(f"memory of each rank; binds: {_short(plan.binds)}", loc="left", fontsize=10)
+    axes.set_title(textwrap.fill(f"memory of each rank; binds: {plan.binds}", _TITLE_LETTERS), loc="left", fontsize=10)
     if not plan.ranks:
         axes.text(0.5, 0.5, "not known", ha="center", va="center", transform=axes.transAxes)
         axes.set_axis_off()
@@ -99,9 +100,10 @@ def _ranks(axes: Any, plan: MemoryPlan) -> None:
         below = [start + size for start, size in zip(below, sizes, strict=True)]
     axes.hlines([rank.memory.value / GIB for rank in plan.ranks], [place - 0.36 for place in places],
                 [place + 0.36 for place in places], colors="#B00000", linewidth=2, label="memory")
-    tightest = plan.tightest_rank if len(plan.ranks) > 1 else None
-    names = [f"rank {rank.rank}" + ("\ntightest" if rank.rank == tightest else "") for rank in plan.ranks]
+    names = [f"rank {rank.rank}" + ("\ntightest" if plan.is_tightest(rank) else "") for rank in plan.ranks]
     axes.set_xticks(places, names, fontsize=8, rotation=0 if len(plan.ranks) <= 8 else 90)
+    beside = 0.7 + max(0.0, (3 - len(plan.ranks)) / 2)           # one bar alone would fill the panel
+    axes.set_xlim(-beside, len(plan.ranks) - 1 + beside)
     axes.set_ylabel("GiB")
     axes.set_ylim(0, 1.08 * max(*below, *(rank.memory.value / GIB for rank in plan.ranks)))
     handles, labels = axes.get_legend_handles_labels()
@@ -119,10 +121,6 @@ def _size(rank: RankPlan, name: str) -> float:
     if name in ("peak of a chunk", "guard", "to spare"):
         return max({"peak of a chunk": rank.peak, "guard": rank.guard, "to spare": rank.spare}[name].value, 0)
     return rank.bytes_of(name)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 70 else text[:69] + "…"
 
 
 def _quiet(axes: Any) -> None:

@@ -87,5 +87,9 @@ class MemoryPlan:
     binds: str
     unknown: tuple[str, ...]
 
+    def is_tightest(self, rank: RankPlan) -> bool:
+        """Whether it has less left than another."""
+        return rank.rank == self.tightest_rank and any(other.spare.value > rank.spare.value for other in self.ranks)
+
     def number(self, name: str) -> Term | None:
         return next((term for term in self.numbers if term.name == name), None)
