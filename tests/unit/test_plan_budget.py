@@ -304,3 +304,11 @@ def test_neither_a_config_json_nor_a_command_line_makes_it_raise(
         return
     assert len(plan.ranks) == ranks and plan.binds and plan.bands
     assert all(term.value >= 0 for rank in plan.ranks for term in rank.rest)
+
+
+def test_a_request_of_a_hybrid_has_its_states() -> None:
+    """Qwen3-Next's kind: 8 of 32 layers keep tokens, 24 a state."""
+    state = (2 * 2 * 64 + 4 * 64) * 3 * 2 + 4 * 64 * 64 * 4
+    plan = planned({**LLAMA_8B, **HYBRID, "kv_lora_rank": None}, own(80), engine="sglang")
+    assert value(plan, "KV of a token") == 8 * 8 * 2 * 128 * 2
+    assert value(plan, "KV of the longest request") == value(plan, "KV of a token") * 131_072 + 24 * state

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tightrank.config.flags import value
-from tightrank.plan import pool
+from tightrank.plan import kv, pool
 from tightrank.plan.case import Case
 from tightrank.plan.chunks import Chunks
 from tightrank.plan.terms import ASSUMED, MEASURED, READ, MemoryPlan, RankPlan, Term, weakest
@@ -35,6 +35,10 @@ class Outcome:
         if case.token_bytes is not None and case.how is not None:
             yield Term("KV of a token", case.token_bytes, "bytes", "in all layers that keep every token, on a rank of each "
                        f"stage, stored as {case.how.name}", READ, "config.json")
+            of_one = kv.request_bytes(case.shape, case.how, case.attention_ranks, case.context, case.state_size)
+            if of_one is not None:
+                yield Term("KV of the longest request", of_one, "bytes", "its tokens, and what layers with a window or a state "
+                           "keep of it", READ, "config.json")
         if self.found is not None:
             pools = (term.origin for term in self.pools if not self.found.capped)
             origin = weakest(READ if self.found.exact else ASSUMED, *pools)

@@ -67,10 +67,8 @@ def _question(case: Case, how: kv.Storage) -> pool.Question:
     block = case.flag("page") or (256 if case.shape.layers.ratios is not None else
                                   128 if case.cpu and spec.engine == "vllm" else _BLOCK[spec.engine])
     steps = spec.pipeline_parallel if case.cpu else max(2, spec.pipeline_parallel)
-    asked = value(argv, "--mamba-ssm-cache-dtype", "--mamba-ssm-dtype")
-    state_size = {"float32": 4, "float16": 2, "bfloat16": 2}.get(asked or "", 4 if case.cpu or spec.engine == "sglang" else 2)
     return pool.Question(case.shape, how, spec.engine, case.attention_ranks, spec.pipeline_parallel, block, case.context,
-                         steps * case.chunk, kv.element_bytes(spec), state_size,
+                         steps * case.chunk, kv.element_bytes(spec), case.state_size,
                          process.whole(value(argv, "--max-total-tokens")), process.whole(value(argv, "--max-mamba-cache-size")),
                          not has(argv, "--no-enable-prefix-caching", "--disable-radix-cache"))
 

@@ -80,6 +80,13 @@ class Case:
         return kv.token_bytes(self.shape, self.how, self.attention_ranks) if self.how else None
 
     @property
+    def state_size(self) -> int:
+        """Bytes of a recurrent element of linear attention, where the model leaves it to the engine."""
+        asked = value(self.spec.argv, "--mamba-ssm-cache-dtype", "--mamba-ssm-dtype")
+        usual = 4 if self.cpu or self.spec.engine == "sglang" else 2
+        return {"float32": 4, "float16": 2, "bfloat16": 2}.get(asked or "", usual)
+
+    @property
     def chunk(self) -> int:
         """The largest chunk that it takes."""
         return self.spec.line.maximum if self.spec.line else self.flag("chunk") or _DEFAULT_CHUNK[self.spec.engine]
