@@ -38,7 +38,7 @@ def kv_pool(case: Case, pool_bytes: int) -> pool.Pool | None:
 
 def _graphs(case: Case) -> Term:
     off = case.cpu or has(case.spec.argv, "--enforce-eager", "--disable-cuda-graph")
-    return process.graphs(case.spec, off, case.flag("requests"))
+    return process.graphs(case.spec, off, case.flag("requests"), max(case.memory.total_bytes) if case.memory else 0)
 
 
 def _outside(case: Case, rank: int) -> tuple[Term, ...]:

@@ -18,7 +18,7 @@ from tightrank.plan.shape import ModelShape, shape
 from tightrank.plan.terms import ASSUMED, READ, Memory, Term
 from tightrank.records import WorkerSpec
 
-_DEFAULT_CHUNK = {"vllm": 2048, "sglang": 8192, "atom": 16384}
+_DEFAULT_CHUNK = {"vllm": 2048, "atom": 16384}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,11 @@ class Case:
     @property
     def chunk(self) -> int:
         """The largest chunk that it takes."""
-        return self.spec.line.maximum if self.spec.line else self.flag("chunk") or _DEFAULT_CHUNK[self.spec.engine]
+        if (asked := self.spec.line.maximum if self.spec.line else self.flag("chunk")) is not None:
+            return asked
+        if self.spec.engine == "sglang":
+            return process.sglang_sizes(max(self.memory.total_bytes) if self.memory else 0, self.spec.tensor_parallel)[0]
+        return _DEFAULT_CHUNK[self.spec.engine]
 
     @property
     def context_parallel(self) -> int:

@@ -21,6 +21,9 @@ _SERVER_BYTES = 1.3e9                  # the published analysis, 2.5: of rank 0 
 _CONTEXT_BYTES = 0.5 * GIB             # CUDA's or HIP's own on a device, with the kernels that are loaded
 _COMMUNICATOR_BYTES = 0.5 * GIB
 _GRAPH_BYTES, _GRAPH_BATCH = 2 * MIB, 512
+# SGLang's own sizes for devices under so many GiB: chunk, largest graph on fewer than 4 ranks and on more.
+_SGLANG = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512))
+_SGLANG_LARGE = (16384, 512, 512)
 
 
 def whole(text: str | None) -> int | None:
@@ -46,12 +49,19 @@ def outside(spec: WorkerSpec, rank: int, ranks: int, shared: bool, cpu: bool) ->
     return tuple(found)
 
 
-def graphs(spec: WorkerSpec, off: bool, requests: int | None) -> Term:
+def sglang_sizes(total_bytes: int, tensor_parallel: int) -> tuple[int, int]:
+    """(chunk in tokens, requests in the largest graph) that SGLang chooses (arg_groups/memory_hook.py)."""
+    found = next((row[1:] for row in _SGLANG if total_bytes < row[0] * GIB), _SGLANG_LARGE)
+    return found[0], found[1] if tensor_parallel < 4 else found[2]
+
+
+def graphs(spec: WorkerSpec, off: bool, requests: int | None, total_bytes: int) -> Term:
     """Captured for decode batches up to the most requests at once."""
     if off:
         return Term("graphs", 0, "bytes", "none are captured", READ)
-    asked = whole(value(spec.argv, "--cuda-graph-max-bs")) or requests
-    batch = min(asked, _GRAPH_BATCH) if asked else _GRAPH_BATCH
+    most = sglang_sizes(total_bytes, spec.tensor_parallel)[1] if spec.engine == "sglang" else _GRAPH_BATCH
+    asked = whole(value(spec.argv, "--cuda-graph-max-bs", "--max-running-requests")) or requests
+    batch = min(asked, most) if asked else most
     return Term("graphs", _GRAPH_BYTES * batch, "bytes", f"2 MiB for each of {batch} requests in the largest graph", ASSUMED,
                 "SGLang's own reserve for them (arg_groups/memory_hook.py)")
 
