@@ -64,6 +64,10 @@ MLA = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", 
 # Two layers with a window alone and an entry for 4 tokens; its weights are a tenth of what holds its layers together.
 FOUR = Row({}, (*DUMMY, "--kv-cache-dtype", "fp8"), 16384, base="deepseek-v4", weights=False,
            plugin=str(ROOT / "scripts" / "cpu" / "deepseek_v4" / "plugin"))
+HYBRID = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 4,
+          "full_attention_interval": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+          "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 0, "mlp_only_layers": [0, 1, 2, 3],
+          "decoder_sparse_step": 1, "partial_rotary_factor": 0.25}
 VLLM = {
     "bf16": Row(), "float32": Row(args=("--dtype", "float32"), context=4096), "odd context": Row(context=5000),
     "two ranks": Row(tensor_parallel=2), "one key head on two ranks": Row({"num_key_value_heads": 1}, tensor_parallel=2),
@@ -73,6 +77,7 @@ VLLM = {
     "windows in two layers of three": Row(MIXED, context=16384),
     "a window in all layers": Row({"sliding_window": 1024}, context=16384),
     "fp8 KV": Row(args=("--kv-cache-dtype", "fp8")), "MLA": Row(MLA, DUMMY), "DeepSeek-V4": FOUR,
+    "linear attention in three layers of four": Row(HYBRID, DUMMY),
     "two stages of three layers": Row({"num_hidden_layers": 3}, pipeline_parallel=2)}
 SGLANG = {
     "bf16": Row(), "float32": Row(args=("--dtype", "float32"), context=4096), "two ranks": Row(tensor_parallel=2),
@@ -80,7 +85,8 @@ SGLANG = {
     "pages of 64": Row(args=("--page-size", "64")), "an upper bound": Row(args=("--max-total-tokens", "5000")),
     "wide heads, three layers": Row({"head_dim": 128, "num_hidden_layers": 3, "num_key_value_heads": 4}),
     "tied, padded vocabulary": Row({"tie_word_embeddings": True, "vocab_size": 500}),
-    "two stages of three layers": Row({"num_hidden_layers": 3}, pipeline_parallel=2), "windows kept whole": Row(MIXED)}
+    "two stages of three layers": Row({"num_hidden_layers": 3}, pipeline_parallel=2), "windows kept whole": Row(MIXED),
+    "MLA": Row(MLA, DUMMY)}
 
 
 def spec_of(engine: str, row: Row, directory: Path) -> Case:

@@ -153,6 +153,7 @@ def _state(case: _Case, name: str) -> Iterator[Tensor]:
         keys = key_heads * case.number("linear_key_head_dim")
         values = case.number("linear_num_value_heads") * case.number("linear_value_head_dim")
         yield case.matrix(f"{name}.in_proj_qkvz", 2 * keys + 2 * values, hidden)
+        yield case.matrix(f"{name}.in_proj_ba", 2 * case.number("linear_num_value_heads"), hidden)
         yield case.matrix(f"{name}.out_proj", hidden, values)
     elif expand := whole(text.get("mamba_expand")) or whole(text.get("expand")):              # Mamba, Jamba, Bamba
         inner, size = expand * hidden, case.number("mamba_d_state") or case.number("state_size")
