@@ -30,7 +30,6 @@ from tightrank.records.status import Comparison, Event, LevelStatus, Pulse, Rank
 
 __all__ = [
     "ActionKind", "ChunkBand", "Comparison", "Decision", "Diagnosis", "Event", "Failure", "LevelStatus", "Line", "LineSpec",
-    "MemoryReading",
-    "Phase", "ProbeResult", "ProcessId", "ProcessReading", "Pulse", "RankPulse", "RankReading", "Request", "Shed", "Snapshot",
-    "Stall", "StartStep", "Status", "WorkerReading", "WorkerSpec", "WorkerStatus", "WorkerView",
+    "MemoryReading", "Phase", "ProbeResult", "ProcessId", "ProcessReading", "Pulse", "RankPulse", "RankReading", "Request",
+    "Shed", "Snapshot", "Stall", "StartStep", "Status", "WorkerReading", "WorkerSpec", "WorkerStatus", "WorkerView",
 ]
