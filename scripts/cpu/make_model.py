@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Makes a tiny model with random weights, for engines on the CPU. Standard library only; the same on every machine.
 
-    make_model.py dense|deepseek-v4 DIRECTORY
+    make_model.py dense|deepseek-v4 DIRECTORY [KEY=JSON ...]
 
 dense        a Llama of 2 layers for vLLM and SGLang (1.4 million weights in bf16). Head dimension 64: vLLM's CPU
              attention refuses 16. 4 heads and 2 key heads: tensor parallel 2 works.
 deepseek-v4  configuration and tokenizer only, for vLLM's `--load-format dummy`. The dimensions that the indexer's
              kernel fixes are the real ones (index_topk 512, index_head_dim 128, head_dim 512); the rest is small, and
              one layer of two has an indexer: its work grows with the square of the prompt.
+
+KEY=JSON changes config.json, and with it the shapes of the weights: num_key_value_heads=1, tie_word_embeddings=true.
 
 Tokens: 0-255 are the bytes, 256-258 <s> </s> <pad>; dense has 253 two-byte tokens after them.
 """
@@ -98,7 +100,8 @@ def shapes(config: dict[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}input_layernorm.weight", (hidden,)
         yield f"{prefix}post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (vocabulary, hidden)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocabulary, hidden)
 
 
 def bf16(values: list[float]) -> bytes:
@@ -122,18 +125,19 @@ def weights(config: dict[str, object]) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def make(name: str, directory: Path) -> None:
-    """Writes the files of the model `name` into `directory`."""
-    config = MODELS[name]
+def make(name: str, directory: Path, changes: dict[str, object]) -> None:
+    """Writes the files of the model `name`, with `changes` in its config.json, into `directory`."""
+    config = {**MODELS[name], **changes}
     directory.mkdir(parents=True, exist_ok=True)
     for file, content in (("config.json", config), ("tokenizer.json", tokenizer(int(str(config["vocab_size"])))),
                           ("tokenizer_config.json", TOKENIZER_CONFIG)):
         (directory / file).write_text(json.dumps(content, indent=1) + "\n")
-    if config is DENSE:
+    if name == "dense":
         (directory / "model.safetensors").write_bytes(weights(config))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in MODELS:
+    if len(sys.argv) < 3 or sys.argv[1] not in MODELS or not all("=" in word for word in sys.argv[3:]):
         sys.exit(__doc__)
-    make(sys.argv[1], Path(sys.argv[2]))
+    make(sys.argv[1], Path(sys.argv[2]), {key: json.loads(text) for key, _, text in (
+        word.partition("=") for word in sys.argv[3:])})

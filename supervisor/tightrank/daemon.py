@@ -20,7 +20,23 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tightrank import act, api, breaker, decide, engines, hang, host, hygiene, inputs, levels, plan, serve, sockets, status
+from tightrank import (
+    act,
+    api,
+    breaker,
+    decide,
+    engines,
+    hang,
+    host,
+    hygiene,
+    inputs,
+    levels,
+    plan,
+    serve,
+    sockets,
+    status,
+    survey,
+)
 from tightrank.adapter import pages
 from tightrank.bundle.keeper import Keeper
 from tightrank.calibration.store import Calibration
@@ -80,7 +96,8 @@ class Daemon:
         self.told: list[Event] = []          # by the levels in this tick
         self.beat = pages.Page(str(self.state / "run" / "daemon.beat"), "Q", True)
         facts = host.read()
-        self.specs = plan.build(config, facts, inputs.read(config, os.environ))
+        read = inputs.read(config, os.environ)
+        self.specs = survey.expecting(config, plan.build(config, facts, read), read)
         known = self._known(facts)
         around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops,
                               breaker.Breaker(self.state / "breaker.json", known, os.environ, partial(self._say, "daemon")),

@@ -269,7 +269,8 @@ def test_plan_shows_what_would_be_started(tmp_path: Path, deployment: dict[str, 
     assert "MY_TOKEN='***'" in done.stdout
     assert "hush" not in done.stdout
     bands = [line.split() for line in done.stdout.splitlines() if line.strip() and line.split()[0].replace(",", "").isdigit()]
-    assert bands == [["0", "1,441", "512"], ["1,442", "3,650", "256"], ["3,651", "3,905", "the", "rest"]]
+    assert bands == [["0", "1,441", "512", "line"], ["1,442", "3,650", "256", "line"],
+                     ["3,651", "3,905", "the", "rest", "line"]]
     told = json.loads(tightrank("plan", "--json", cwd=tmp_path).stdout)["workers"][0]
     assert (told["context_tokens"], told["line"]["floor_budget"], len(told["schedule"])) == (3906, 256 * 3906, 3)
     assert "hush" not in json.dumps(told)

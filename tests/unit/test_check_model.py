@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from preflight import item_of, make_spec, write_safetensors
-from tightrank.check import model, safetensors
+from tightrank.check import model
+from tightrank.plan import safetensors
 
 Change = Callable[[Path], object]
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

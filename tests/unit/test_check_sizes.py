@@ -15,7 +15,7 @@ from tightrank.check.memory import Need
 from tightrank.check.model import ModelFacts
 from tightrank.check.program import ProgramFacts
 from tightrank.check.quantization import QuantizationFacts
-from tightrank.check.safetensors import Tensor
+from tightrank.plan.safetensors import Tensor
 
 DENSE = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "head_dim": 64}
 MLA = {"num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 61, "kv_lora_rank": 512,
@@ -58,7 +58,7 @@ def test_layers_and_experts() -> None:
 
 
 def weights(*tensors: tuple[str, str, int, int]) -> ModelFacts:
-    return ModelFacts("/m", tensors=tuple(Tensor(name, dtype, dimensions, size * GIB)
+    return ModelFacts("/m", tensors=tuple(Tensor(name, dtype, (1,) * dimensions, size * GIB)
                                           for name, dtype, dimensions, size in tensors))
 
 
@@ -70,7 +70,8 @@ LARGE = weights(("model.layers.0.q_proj.weight", "BF16", 2, 8), ("model.layers.0
 @pytest.mark.parametrize(("facts", "args", "tensor", "pipeline", "model", "wanted_gib"), [
     (LARGE, (), 1, 1, MLA, 10), (LARGE, (), 4, 1, MLA, 4), (LARGE, (), 4, 2, MLA, 2),
     (LARGE, ("--load-format", "dummy"), 1, 1, MLA, 0),
-    (LARGE, ("--dtype", "float32"), 1, 1, MLA, 20), (LARGE, ("--quantization", "fp8"), 1, 1, MLA, 2.5),
+    (LARGE, ("--dtype", "float32"), 1, 1, MLA, 20), (LARGE, ("--quantization", "fp8"), 1, 1, MLA, 5.5),
+    (LARGE, ("--quantization", "awq"), 1, 1, MLA, 3.25),
     (LARGE, ("--dtype", "float32"), 1, 1, {**MLA, "quantization_config": {"quant_method": "fp8"}}, 10),
     (weights(("a", "F32", 2, 8)), (), 1, 1, {}, 4), (weights(("a", "F32", 2, 8)), ("--dtype", "float32"), 1, 1, {}, 8),
     (weights(("a", "F8_E4M3", 2, 8)), ("--dtype", "float32"), 1, 1, {}, 8), (weights(), (), 1, 1, {}, 0)])

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("readers",),
     ("plan", "diagnose", "decide", "levels", "watch", "launch", "admission", "breaker", "hygiene"),
     ("check", "act", "calibration"),
-    ("generation", "stacks"),
+    ("generation", "stacks", "survey"),
     ("worker",),
     ("status", "report"),
     ("metrics", "edge", "bundle"),

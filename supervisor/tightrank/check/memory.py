@@ -1,33 +1,26 @@
 """What a worker's ranks take for certain, against what is available now. Pure; weights from the files' headers.
 
-Precision first: what is counted is a lower bound, so that what fails here cannot start. Replicated weights are told by their
-names, roughly; activations, graphs and the engine's own processes (0.6 to 7 GiB) are not counted.
+Precision first: what is counted is a lower bound, so that what fails here cannot start. Activations, graphs and the engine's
+own processes (0.6 to 7 GiB) are not counted; `tightrank plan` counts them.
 """
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tightrank.adapter import wire
-from tightrank.check import quantization
 from tightrank.check.devices import Device, DeviceFacts, candidates, local_ranks
 from tightrank.check.item import Item, failed, passed, unknown, warned
 from tightrank.check.model import ModelFacts, reads_safetensors
-from tightrank.check.parallel import shape
 from tightrank.config import Config
 from tightrank.config.flags import has, value
+from tightrank.plan import sizing, weights
+from tightrank.plan.shape import shape
 from tightrank.records import MemoryReading, WorkerSpec
 
 _GIB = 2**30
-# Each rank keeps all of it: norms and biases (one dimension), routers, MLA's way down, indexers.
-_REPLICATED = re.compile(r"\.(gate|router|q_a_proj|kv_a_proj_with_mqa|fused_qkv_a_proj|wq_a|wkv|indexer[.\w]*)\.weight$")
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
-_FLOATS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
-_ASKED_BITS = {"float32": 32, "float": 32, "half": 16, "float16": 16, "bfloat16": 16}
-# Layers that keep less than every token's KV: then a token's bytes cannot be told from the shape alone.
 _LEAST_UTILIZATION = 0.9               # vLLM's default was 0.9 and is 0.92 (config/cache.py)
 
 
@@ -54,49 +47,16 @@ class Need:
 
 def need(facts: ModelFacts, spec: WorkerSpec, environment: Mapping[str, str], model: Mapping[str, Any], cpu: bool) -> Need:
     """At least; weights are 0 where the files do not say."""
-    space = {**environment, **spec.env}.get("VLLM_CPU_KVCACHE_SPACE") if cpu and spec.engine == "vllm" else None
-    kv, flag = _kv_bytes(spec, space, model)
-    return Need(_weights(facts, spec, model), kv, _number(value(spec.argv, "--hicache-size"), 10**9), _reserve(spec), flag)
+    kv, flag = sizing.fixed(spec, sizing.kv_space(spec, environment, cpu))
+    host = sizing.number(value(spec.argv, "--hicache-size"), 10**9)
+    return Need(_weights(facts, spec, model), kv, host, _reserve(spec), flag)
 
 
 def _weights(facts: ModelFacts, spec: WorkerSpec, model: Mapping[str, Any]) -> int:
+    """Of the average stage, which the heaviest is never under."""
     if not reads_safetensors(spec):
         return 0
-    layers = shape(model).layers or 10**9
-    total = 0.0
-    for tensor in facts.tensors:
-        layer = _LAYER.search(tensor.name)
-        if tensor.name.startswith("mtp.") or (layer is not None and int(layer[1]) >= layers):
-            continue                                   # heads for speculation, which are loaded only when asked for
-        replicated = tensor.dimensions <= 1 or _REPLICATED.search(tensor.name) is not None
-        share = tensor.size_bytes * _growth(tensor.dtype, spec, model)
-        total += share if replicated else share / spec.tensor_parallel
-    return int(total / spec.pipeline_parallel)
-
-
-def _growth(dtype: str, spec: WorkerSpec, model: Mapping[str, Any]) -> float:
-    """Bytes in memory for each in the file. `auto` takes float32 weights to 16 bits; a quantization to 4 at the least."""
-    if dtype not in _FLOATS:
-        return 1.0
-    if quantization.method(spec, model):
-        return 1.0 if model.get("quantization_config") else 4 / _FLOATS[dtype]
-    return _ASKED_BITS.get(value(spec.argv, "--dtype") or "auto", min(_FLOATS[dtype], 16)) / _FLOATS[dtype]
-
-
-def _kv_bytes(spec: WorkerSpec, space: str | None, model: Mapping[str, Any]) -> tuple[int, str]:
-    """(bytes on each rank, what says so). `space`: GiB."""
-    if (text := value(spec.argv, "--kv-cache-memory-bytes", "--kv-cache-memory")) is not None:
-        return _number(text, 1), "--kv-cache-memory-bytes"
-    if space_bytes := _number(space, _GIB):
-        return space_bytes, "VLLM_CPU_KVCACHE_SPACE"
-    return 0, ""     # SGLang takes --max-total-tokens for an upper bound (0.5.23 kv_cache_configurator.py)
-
-
-def _number(text: str | None, unit: int) -> int:
-    """`text` in units, as the engines' parsers read it: 8, 8000000, 2g, 1.5G. 0: none that can be read."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)([kmgtKMGT]?)", text or "")
-    suffixes = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    return int(float(match[1]) * suffixes[match[2]]) * unit if match else 0
+    return sum(weights.rank_bytes(facts.tensors, shape(model), weights.split(spec, model))) // spec.pipeline_parallel
 
 
 def _reserve(spec: WorkerSpec) -> int:
@@ -165,7 +125,7 @@ def _device(item: str, spec: WorkerSpec, found: Need, tightest: Device) -> Item 
     assert tightest.free_bytes is not None and tightest.total_bytes is not None
     if has(spec.argv, *_OFFLOADS):
         return None
-    taken = found.weights_bytes + found.kv_bytes - _number(value(spec.argv, "--cpu-offload-gb"), _GIB)
+    taken = found.weights_bytes + found.kv_bytes - sizing.number(value(spec.argv, "--cpu-offload-gb"), _GIB)
     if taken <= tightest.free_bytes:
         return None
     sentence = (f"a rank takes {found.text}, and device {tightest.index} has {tightest.free_bytes / _GIB:.2f} of "

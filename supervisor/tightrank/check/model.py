@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tightrank.check import safetensors
 from tightrank.check.item import Item, failed, passed, unknown, warned
-from tightrank.check.safetensors import Tensor
 from tightrank.config.flags import has, value
+from tightrank.plan import safetensors
+from tightrank.plan.safetensors import Tensor
 from tightrank.records import WorkerSpec
 
 INDEX = "model.safetensors.index.json"

@@ -13,8 +13,7 @@ from typing import Any
 from tightrank.check.item import Item, failed, passed, unknown
 from tightrank.check.program import ProgramFacts
 from tightrank.check.source import parse
-from tightrank.config.flags import value
-from tightrank.engines.base import sections
+from tightrank.plan.weights import quantization
 from tightrank.records import WorkerSpec
 
 _FOLDERS = {"vllm": "model_executor/layers/quantization", "sglang": "srt/layers/quantization"}
@@ -27,16 +26,9 @@ class QuantizationFacts:
     capability: tuple[int, int] | None = None
 
 
-def method(spec: WorkerSpec, model: Mapping[str, Any]) -> str:
-    """The method asked for, or that config.json names; "" for none."""
-    config = model.get("quantization_config") or sections(model).get("quantization_config")
-    named = config.get("quant_method") if isinstance(config, Mapping) else None
-    return str(value(spec.argv, "--quantization", "-q") or named or "")
-
-
 def read(program: ProgramFacts, spec: WorkerSpec, model: Mapping[str, Any]) -> QuantizationFacts:
     """Looks only where there is a quantization. Never raises."""
-    wanted, folder = _plain(method(spec, model)), _FOLDERS.get(spec.engine)
+    wanted, folder = _plain(quantization(spec, model)), _FOLDERS.get(spec.engine)
     if not wanted or program.package is None or folder is None:
         return QuantizationFacts()
     try:
@@ -79,7 +71,7 @@ def _capability(folder: Path, name: str) -> tuple[int, int] | None:
 def items(facts: QuantizationFacts, program: ProgramFacts, spec: WorkerSpec, model: Mapping[str, Any],
           capability: tuple[int, int] | None) -> Iterator[Item]:
     """`capability`: of the weakest device; None: there is none, or it is not known."""
-    item, wanted = "quantization", method(spec, model)
+    item, wanted = "quantization", quantization(spec, model)
     if not wanted:
         return
     engine = f"{spec.engine} {program.release}"

@@ -6,9 +6,9 @@ able to end, so what cannot is refused by the engine itself, with 400.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tightrank.adapter import line
 from tightrank.config import AUTO, Config, Line, Worker
@@ -18,6 +18,7 @@ from tightrank.errors import ConfigError
 from tightrank.inputs import Inputs
 from tightrank.records import ChunkBand, LineSpec
 
+_Band = TypeVar("_Band", bound=ChunkBand)
 DEFAULT_MAXIMUM = 2048   # of the published analysis; also vLLM's own default chunk
 
 
@@ -43,22 +44,20 @@ class _Case:
         """(as the engine spells it, its value in the user's arguments, which the plan has read before)."""
         return FLAGS[self.engine.name][name][0], number(self.engine.name, self.worker.args, name)
 
-    def own_context(self) -> int:
-        """The longest request by the model's config.json. Raises ConfigError when that file makes no sense."""
-        try:
-            own = self.engine.own_context(self.inputs.model)
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise self._no_sense(str(error)) from None
-        if own < 1:
-            raise self._no_sense(f"a length of {own}")
-        return own
-
-    def _no_sense(self, why: str) -> ConfigError:
-        return self.config.error("model", f"{self.config.model}/config.json: its length or rope values make no sense ({why}); "
-                                 "fetch the model again", "model-directory-missing")
-
     def error(self, sentence: str) -> ConfigError:
         return self.config.error(self.where, sentence)
+
+
+def own_context(config: Config, engine: Engine, model: Mapping[str, Any]) -> int:
+    """The longest request by the model's config.json. Raises ConfigError when that file makes no sense."""
+    try:
+        own = engine.own_context(model)
+        if not 0 < own < 2**40:
+            raise ValueError(f"a length of {own}")
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        raise config.error("model", f"{config.model}/config.json: its length or rope values make no sense ({error}); "
+                           "fetch the model again", "model-directory-missing") from None
+    return own
 
 
 def choose(config: Config, index: int, engine: Engine, inputs: Inputs) -> Chosen:
@@ -135,7 +134,7 @@ def _longest(config: Config, granule: int) -> int:
 def _context(case: _Case, granule: int, longest: int) -> tuple[int, bool, str]:
     """(longest request, whether the engine must be told, a sentence)."""
     config = case.config
-    own = case.own_context()
+    own = own_context(case.config, case.engine, case.inputs.model)
     spelling, flag = case.flag("context")
     asked = config.line.context
     if flag is not None and flag < 1:                # auto: the engine may go as far as the model does
@@ -183,7 +182,7 @@ def schedule(spec: LineSpec, context: int) -> tuple[ChunkBand, ...]:
     return tuple(bands)
 
 
-def grouped(bands: Sequence[ChunkBand], most: int = 16) -> Iterator[Sequence[ChunkBand]]:
+def grouped(bands: Sequence[_Band], most: int = 16) -> Iterator[Sequence[_Band]]:
     """The bands in at most `most` runs of neighbours, for a person."""
     size = -(-len(bands) // most)
     for start in range(0, len(bands), size or 1):

@@ -32,7 +32,7 @@ def reserved(config: Config, index: int, engine: Engine, inputs: Inputs, chosen:
     if chosen is None:             # only `derived` asks for the bytes, and that needs the line
         return {}
     requests = _given(config, index, "requests", MOST_REQUESTS)
-    return _bytes(shape, chosen.spec.maximum, chosen.context, requests, _given(config, index, "page", BLOCK_TOKENS))
+    return sizes(shape, chosen.spec.maximum, chosen.context, requests, _given(config, index, "page", BLOCK_TOKENS))
 
 
 def _given(config: Config, index: int, flag: str, default: int) -> int:
@@ -53,8 +53,11 @@ def _shape(config: Config, inputs: Inputs, tensor_parallel: int) -> heads.Shape:
     return heads.Shape(-(-whole[0] // tensor_parallel), *whole[1:])
 
 
-def _bytes(shape: heads.Shape, tokens: int, context: int, requests: int, block: int) -> Mapping[str, int]:
-    """The release is not known here, so the larger of its two ways to count tiles."""
+def sizes(shape: heads.Shape, tokens: int, context: int, requests: int, block: int) -> Mapping[str, int]:
+    """Name -> bytes, for chunks of `tokens` and prompts of `context`.
+
+    The release is not known here, so the larger of its two ways to count tiles.
+    """
     wide = heads.width(shape.heads)
     queries = min(context, tokens)
     tiles = max(heads.tiles_by_heads(wide, COMPUTE_UNITS, requests, queries),

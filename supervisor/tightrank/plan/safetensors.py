@@ -13,21 +13,15 @@ from typing import Any
 
 LONGEST_HEADER_BYTES = 100_000_000           # the format's own limit
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One entry of a header."""
+    """One entry of a header. `shape`: of the tensor as stored, the slowest dimension first."""
     name: str
     dtype: str
-    dimensions: int
+    shape: tuple[int, ...]
     size_bytes: int
-
-    @property
-    def bits(self) -> int:
-        """Of an element; what is not known here (8 bits and less) is stored as it is used."""
-        return _BITS.get(self.dtype, 8)
 
 
 class Broken(ValueError):
@@ -73,4 +67,4 @@ def _tensors(header: Mapping[str, Any]) -> Iterator[Tensor]:
             start, end = (int(offset) for offset in entry["data_offsets"])
             if not 0 <= start <= end:
                 raise Broken(f"has a tensor {name} that ends before it starts")
-            yield Tensor(name, str(entry["dtype"]), len(entry["shape"]), end - start)
+            yield Tensor(name, str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), end - start)
