@@ -10,6 +10,10 @@ from tightrank.records import Phase
 
 SAMPLE = re.compile(r'tightrank_(\w+?)(?:\{((?:\w+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (-?[\d.e+-]+)$')
 
+AUTO = {"generation": 1, "budget": 10**8, "binds": True, "sentence": "auto", "tightest_rank": 1, "ranks": [
+    {"rank": 1, "available_bytes": 8 << 30, "untouched_bytes": 1 << 30, "room_bytes": 5 << 30, "pairs": 10**9,
+     "proven_pairs": 10**8, "pair_bytes": 1.5, "row_bytes": 2048.0, "short_row_bytes": 0.0, "step_bytes": 0.0, "samples": 20}]}
+
 
 def series(text: str) -> dict[str, float]:
     """All samples; each line must be a comment or a sample, and each sample must stand under its own TYPE."""
@@ -40,11 +44,20 @@ def test_a_ready_deployment() -> None:
 
 
 def test_every_metric_of_the_table_can_appear_and_nothing_else() -> None:
-    full = status(worker(), failed(name="w1"), levels=LEVELS)
+    full = status(worker(line_auto=AUTO), failed(name="w1"), levels=LEVELS)
     full = replace(full, memory=replace(full.memory, cgroup_limit_bytes=1 << 30))
     names = {key.partition("{")[0] for key in series(render(full))}
     assert names == {metric.name for metric in METRICS}
     assert all((metric.kind == "counter") == metric.name.endswith("_total") for metric in METRICS)
+
+
+def test_an_auto_line_says_what_each_rank_allows() -> None:
+    found = series(render(status(worker(line_auto=AUTO))))
+    assert found['line_binds{worker="w0",role="both"}'] == 1
+    assert found['line_pair_bytes{worker="w0",role="both",rank="1"}'] == 1.5
+    assert found['line_room_bytes{worker="w0",role="both",rank="1"}'] == 5 << 30
+    unknown = {**AUTO, "binds": None, "ranks": [{**AUTO["ranks"][0], "pair_bytes": None}]}
+    assert not [key for key in series(render(status(worker(line_auto=unknown)))) if "line_binds" in key or "pair_bytes" in key]
 
 
 def test_a_level_says_where_and_how() -> None:
