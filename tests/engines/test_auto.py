@@ -19,7 +19,7 @@ needs_amx = pytest.mark.skipif("amx_tile" not in Path("/proc/cpuinfo").read_text
                                reason="vLLM's DeepSeek-V4 needs a processor with AMX for chunked prefill")
 
 START_SECONDS, MIB = 240, 2**20
-KV_BYTES = 200 * MIB       # little more than the three prompts
+KV_BYTES = 10_800_000      # little more than the three prompts: 55 bytes a token
 COMMANDS = {"vllm": ("bin/vllm", "serve"), "sglang": ("bin/python", "-m", "sglang.launch_server")}
 ENVIRONMENTS = {"vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
                 "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}}
@@ -124,22 +124,22 @@ def test_the_bytes_of_a_real_score_buffer_are_found(make: Make, tmp_path: Path, 
 @needs_amx
 @pytest.mark.full
 def test_a_buffer_over_the_largest_length_is_told_as_a_term_of_rows(make: Make, tmp_path: Path) -> None:
-    """A layer of ratio 128 holds half a byte for each row and token of the engine's largest length. Up to 24,000 tokens that is
-    more than what the layer of ratio 4 holds in its turn."""
+    """A layer of ratio 128 holds half a byte for each row and token of the largest length, however short the prompt."""
     found = {}
-    for context in (98_304, 131_072):
+    for context in (524_288, 1_048_576):
         (tmp_path / str(context)).mkdir()
         deployment = make("vllm", deepseek(tmp_path / str(context), [0, 4, 128], context),
                           (*DEEPSEEK_ARGUMENTS, "--max-model-len", str(context)), DEEPSEEK_ENVIRONMENT,
                           {"maximum": 2048, "minimum": 256, "start": 10**9})
         deployment.wait_phase("up", timeout=START_SECONDS)
-        ask(deployment, 24_000)
+        for seed in range(3):
+            ask(deployment, 12_000, seed)
         found[context] = fitted(deployment)
         deployment.close()
     print(found)
     few, many = found.values()
-    assert max(few["pair_bytes"], many["pair_bytes"]) < 0.05
-    assert many["row_bytes"] - few["row_bytes"] == pytest.approx(0.51 * 32_768, rel=0.1)
+    assert many["pair_bytes"] * 12_000 < 0.05 * many["row_bytes"]
+    assert many["row_bytes"] - few["row_bytes"] == pytest.approx(0.51 * 524_288, rel=0.1)
 
 
 LENGTHS = (131_072, 40_000, 12_000)
@@ -150,7 +150,7 @@ ROOM = 128 * MIB
 @pytest.mark.full
 def test_peaks_stay_within_the_room_with_three_prompts_in_flight_and_a_full_cache(make: Make, tmp_path: Path) -> None:
     """The first start measures what the engine leaves; the margin of the second leaves ROOM of it. The KV cache holds little
-    more than the prompts: what they write of it was available before, and was never counted."""
+    more than the prompts."""
     context = 132_096
     model = deepseek(tmp_path, [0, 4], context)
     arguments = (*DEEPSEEK_ARGUMENTS, "--max-model-len", str(context), "--kv-cache-memory-bytes", str(KV_BYTES))
@@ -172,8 +172,6 @@ def test_peaks_stay_within_the_room_with_three_prompts_in_flight_and_a_full_cach
     print(aim["sentence"])
     taken = [step for step in steps(second) if step["peak_bytes"] and step["rest_bytes"] and step["rows"] > 64]
     rises = [step["peak_bytes"] - step["rest_bytes"] for step in taken]
-    left = aim["ranks"][0]["untouched_bytes"]
-    print(f"highest rise {max(rises) / MIB:.1f} MiB of {ROOM / MIB:.0f}; untouched {left / MIB:.1f} MiB")
+    print(f"highest rise {max(rises) / MIB:.1f} MiB of {ROOM / MIB:.0f}")
     assert max(rises) <= ROOM + 8 * MIB
     assert any(step["rows"] < 1024 and step["width"] > 60_000 for step in taken), "the line did not bind"
-    assert left < 0.2 * at_rest["untouched_bytes"]
