@@ -139,7 +139,7 @@ def status(*workers: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def found(state: dict[str, Any] | None = None, **asked: Any) -> Target:
-    plan = {"workers": [{"name": "w0", "model": "/m", "argv": ["vllm"]}]}
+    plan = {"workers": [{"name": "w0", "model": "/m", "argv": ["vllm"], "notes": ["measured anew at each start"]}]}
     return find(state or status(), plan, "http://10.0.0.7:9470", **{"worker": None, "endpoint": None, "gateway": None, **asked})
 
 
@@ -167,6 +167,7 @@ def test_a_worker_that_cannot_be_measured(state: Any, asked: Any, error: type[Ex
 def test_two_targets_are_the_same_when_all_that_counts_is() -> None:
     before = found().identity()
     assert list(differences(before, found(status(worker(generation=7))).identity())) == []
+    assert before["plan"] == {"argv": ["vllm"]}
     other = {**before, "plan": {**before["plan"], "argv": ["vllm", "--x"]}, "engine_version": "0.33.0"}
     assert list(differences(before, other)) == ["engine_version was 0.32.0 and is 0.33.0", "plan.argv was vllm and is vllm --x"]
 

@@ -10,7 +10,8 @@ from tightrank.config.units import WILDCARDS
 from tightrank.errors import ConfigError
 
 Json = Mapping[str, Any]
-EVENT_KINDS = ("level", "decision", "dry-run", "cause", "phase")       # what is kept of the journal
+EVENT_KINDS = ("level", "decision", "dry-run", "cause", "phase", "line")       # what is kept of the journal
+PLANNED = ("argv", "env", "hooks", "line", "context_tokens", "tensor_parallel", "pipeline_parallel", "devices")    # how it runs
 _FALLBACK_IDS = (5, 250)       # in every vocabulary; the lowest are often special
 
 
@@ -32,7 +33,7 @@ class Target:
     url: str
     longest_prompt_tokens: int | None
     guard_floor_bytes: int
-    plan: Json = field(default_factory=dict)           # its entry of /plan: command line, environment, hooks, line, schedule
+    plan: Json = field(default_factory=dict)           # PLANNED of its entry of /plan
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for two measurements to be one. Not the generation: the guard may have ended the last."""
@@ -70,7 +71,8 @@ def find(status: Json, plan: Json, supervisor: str, *, worker: str | None, endpo
     entry = entries.get(found["name"], {})
     return Target(supervisor, found["name"], found["generation"], found["engine"], found["engine_version"], found["role"],
                   str(entry.get("model", "")), found["served_model"], url, found["longest_prompt_tokens"],
-                  (status["guard"] or {}).get("floor_bytes") or status["floor_bytes"], entry)
+                  (status["guard"] or {}).get("floor_bytes") or status["floor_bytes"],
+                  {name: entry[name] for name in PLANNED if name in entry})
 
 
 def _engine_url(worker: Json, supervisor: str) -> str:
