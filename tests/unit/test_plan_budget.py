@@ -273,7 +273,7 @@ def test_what_a_start_is_held_against() -> None:
 WORDS = ["--kv-cache-dtype", "fp8", "--max-total-tokens", "0", "7", "--max-model-len", "-1", "--enforce-eager", "--block-size",
          "--attn-cp-size", "3", "--mem-fraction-static", "0.0", "1", "--gpu-memory-utilization", "0", "--max-num-seqs", "x",
          "--kv-cache-memory-bytes", "1G", "--dtype", "float32", "--quantization", "--load-format", "dummy", "--page-size",
-         "--max-mamba-cache-size", "--cuda-graph-max-bs"]
+         "--max-mamba-cache-size", "--cuda-graph-max-bs", "--max-running-requests"]
 HYBRID = {"model_type": "qwen3_next", "full_attention_interval": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
           "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "num_experts": 8,
           "moe_intermediate_size": 64, "num_experts_per_tok": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}

@@ -67,9 +67,10 @@ def _question(case: Case, how: kv.Storage) -> pool.Question:
     block = case.flag("page") or (256 if case.shape.layers.ratios is not None else
                                   128 if case.cpu and spec.engine == "vllm" else _BLOCK[spec.engine])
     steps = spec.pipeline_parallel if case.cpu else max(2, spec.pipeline_parallel)
+    tokens, states, requests = (process.whole(value(argv, flag)) for flag in (
+        "--max-total-tokens", "--max-mamba-cache-size", "--max-running-requests"))
     return pool.Question(case.shape, how, spec.engine, case.attention_ranks, spec.pipeline_parallel, block, case.context,
-                         steps * case.chunk, kv.element_bytes(spec), case.state_size,
-                         process.whole(value(argv, "--max-total-tokens")), process.whole(value(argv, "--max-mamba-cache-size")),
+                         steps * case.chunk, kv.element_bytes(spec), case.state_size, tokens, states, requests,
                          not has(argv, "--no-enable-prefix-caching", "--disable-radix-cache"))
 
 

@@ -44,11 +44,17 @@ def layers(text: Mapping[str, Any], count: int) -> Layers:
     window = whole(text.get("sliding_window")) or whole(text.get("attention_chunk_size"))
     ratios = text.get("compress_ratios")
     if isinstance(ratios, list) and len(ratios) >= count and all(isinstance(each, int) and each >= 0 for each in ratios):
-        return Layers((FULL,) * count, window, tuple(ratios[:count]))
+        return Layers((FULL,) * count, window, tuple(_owned(text, layer, ratio) for layer, ratio in enumerate(ratios[:count])))
     kinds = _kinds(text, count, window)
     if window is None:
         kinds = tuple(FULL if kind == WINDOW else kind for kind in kinds)
     return Layers(kinds, window)
+
+
+def _owned(text: Mapping[str, Any], layer: int, ratio: int) -> int:
+    """0 for a layer of ratio 1 or 2 that reads what another one keeps (DeepSeek-V4.1)."""
+    sources = text.get("kv_source_layer_ids")
+    return ratio if ratio not in (1, 2) or not isinstance(sources, list) or layer in sources else 0
 
 
 def _kinds(text: Mapping[str, Any], count: int, window: int | None) -> tuple[str, ...]:

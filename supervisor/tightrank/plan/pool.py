@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tightrank.plan import kv, packed
+from tightrank.plan import kv, packed, rings
 from tightrank.plan.layers import FULL, STATE, WINDOW
 from tightrank.plan.shape import ModelShape
 from tightrank.plan.weights import stages
@@ -18,7 +18,6 @@ from tightrank.plan.weights import stages
 _STATE_BLOCKS = 2                      # vLLM with prefix caching keeps the state before and after (mamba_cache_mode align)
 _WINDOW_SHARE = 0.8                    # SGLang: tokens in a layer with a window for each in one that keeps all
 _STATE_SHARE = 0.9                     # SGLang: memory of states for each byte of KV (mamba_full_memory_ratio)
-_COMPRESSED_WINDOW_SHARE = 0.1         # the same for DeepSeek-V4 (DSV4_DEFAULT_SWA_FULL_TOKENS_RATIO)
 # SGLang keeps a window only for these; for all others every token in every layer (is_hybrid_swa_model).
 _SGLANG_WINDOWS = ("GptOss", "Llama4", "MiMoV2", "Step3p5", "Gemma4", "GraniteSWA", "GraniteMoeSWA", "DeepseekV4", "Laguna")
 
@@ -26,7 +25,7 @@ _SGLANG_WINDOWS = ("GptOss", "Llama4", "MiMoV2", "Step3p5", "Gemma4", "GraniteSW
 @dataclass(frozen=True, slots=True)
 class Question:
     """What decides the tokens of a pool. `context_tokens`: the longest request; `in_flight_tokens`: of all steps at once;
-    `state_size`: bytes of a recurrent element; `most_tokens`, `most_states`: upper bounds that were asked for."""
+    `state_size`: bytes of a recurrent element; `most_tokens`, `most_states`, `most_requests`: bounds that were asked for."""
     shape: ModelShape
     how: kv.Storage
     engine: str
@@ -39,6 +38,7 @@ class Question:
     state_size: int
     most_tokens: int | None = None
     most_states: int | None = None
+    most_requests: int | None = None
     prefix_caching: bool = True
 
 
@@ -183,8 +183,12 @@ def _packed(ask: Question, pool_bytes: int) -> Pool:
 
 
 def _compressed_sglang(ask: Question, pool_bytes: int) -> Pool:
-    """By the bytes of a token and a share of windows; SGLang's pages, rings and padding are not followed."""
-    each = kv.token_bytes(ask.shape, ask.how, ask.tensor_parallel) or 0.0
-    each += _COMPRESSED_WINDOW_SHARE * len(ask.shape.layers.kinds) * (kv.entry_bytes(ask.shape, ask.how, 1) or 0.0)
-    count = min(int(pool_bytes // each), ask.most_tokens or pool_bytes)
-    return Pool(count, count * each, f"{pool_bytes:,} bytes / {each:,.0f} of a token, windows in it{_cap(ask)}", exact=False)
+    found = [rings.sizes(ask.shape, ask.how, ask.block_tokens, ask.most_requests, ask.in_flight_tokens, stage)
+             for stage in _stages(ask)]
+    heaviest = min(found, key=lambda each: each.tokens(pool_bytes, ask.block_tokens))
+    count = heaviest.tokens(pool_bytes, ask.block_tokens)
+    capped = ask.most_tokens is not None and ask.most_tokens <= count
+    count = ask.most_tokens // ask.block_tokens * ask.block_tokens if capped and ask.most_tokens is not None else count
+    said = (f"{pool_bytes:,} bytes less {heaviest.fixed_bytes:,.0f} of windows and states, / {heaviest.token_bytes:,.0f} of a "
+            f"token{_cap(ask)}")
+    return Pool(count, heaviest.held_bytes(count), said, exact=False, capped=capped)
