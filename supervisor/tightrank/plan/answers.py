@@ -9,6 +9,7 @@ from tightrank.plan import kv, pool
 from tightrank.plan.case import Case
 from tightrank.plan.chunks import Chunks
 from tightrank.plan.terms import ASSUMED, MEASURED, READ, MemoryPlan, RankPlan, Term, weakest
+from tightrank.records import LineSpec
 
 PROMPTS = (8_000, 32_000, 64_000, 128_000, 200_000, 256_000, 400_000, 500_000, 1_000_000)
 
@@ -48,7 +49,7 @@ class Outcome:
             yield Term("pairs that memory allows", planned.pairs, "token²", "what the tightest rank has left / bytes of a pair",
                        case.peak.origin, case.peak.source)
         if case.spec.line is not None:
-            yield Term("line budget", case.spec.line.budget, "token²", "line.budget", READ)
+            yield _budget(case.spec.line)
         tokens, why = self._longest()
         yield Term("longest prompt", tokens, "tokens", why, weakest(READ, *(term.origin for term in self.pools)))
 
@@ -107,3 +108,10 @@ def predicted(plan: MemoryPlan) -> Mapping[str, float]:
     """Terms by the names of `calibration`, to be held against what a start measures: those that are not assumed."""
     named = {"weights_bytes": plan.number("weights of a rank"), "kv_tokens": plan.number("KV tokens")}
     return {name: term.value for name, term in named.items() if term is not None and term.origin != ASSUMED}
+
+
+def _budget(line: LineSpec) -> Term:
+    if not line.auto:
+        return Term("line budget", line.budget, "token²", "line.budget", READ)
+    words = "what `auto` starts with" + ("" if line.assumed_pair_bytes else ", line.start")
+    return Term("line budget", line.budget, "token²", words, ASSUMED if line.assumed_pair_bytes else READ)
