@@ -124,8 +124,8 @@ def test_the_bytes_of_a_real_score_buffer_are_found(make: Make, tmp_path: Path, 
 @needs_amx
 @pytest.mark.full
 def test_a_buffer_over_the_largest_length_is_told_as_a_term_of_rows(make: Make, tmp_path: Path) -> None:
-    """A layer of ratio 128 holds a buffer over the engine's largest length, however short the prompt: 0.15 bytes for each row and
-    token of it, with the two heads of this model."""
+    """A layer of ratio 128 holds a buffer over the engine's largest length, however short the prompt: 0.15 bytes for each row
+    and token of it, with the two heads of this model."""
     found = {}
     for context in (524_288, 1_048_576):
         (tmp_path / str(context)).mkdir()
