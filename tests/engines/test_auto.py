@@ -150,8 +150,8 @@ ROOM = 128 * MIB
 @needs_amx
 @pytest.mark.full
 def test_peaks_stay_within_the_room_with_three_prompts_in_flight_and_a_full_cache(make: Make, tmp_path: Path) -> None:
-    """The first start measures what the engine leaves; the margin of the second leaves ROOM of it. The KV cache holds little
-    more than the prompts."""
+    """The first start measures what the engine leaves; the margin of the second leaves ROOM of it, more or less: what else runs
+    on the host comes and goes, and the budget with it. The KV cache holds little more than the prompts."""
     context = 132_096
     model = deepseek(tmp_path, [0, 4], context)
     arguments = (*DEEPSEEK_ARGUMENTS, "--max-model-len", str(context), "--kv-cache-memory-bytes", str(KV_BYTES))
@@ -172,8 +172,12 @@ def test_peaks_stay_within_the_room_with_three_prompts_in_flight_and_a_full_cach
         list(pool.map(lambda each: ask(second, each[1], seed=each[0]), enumerate(LENGTHS)))
     aim = second.worker()["line_auto"]
     print(aim["sentence"])
+    rank = fitted(second)
     taken = [step for step in steps(second) if step["peak_bytes"] and step["rest_bytes"] and step["rows"] > 64]
-    rises = [step["peak_bytes"] - step["rest_bytes"] for step in taken]
-    print(f"highest rise {max(rises) / MIB:.1f} MiB of {ROOM / MIB:.0f}")
-    assert max(rises) <= ROOM + 8 * MIB
+    spare = [rank["pair_bytes"] * step["budget"] + rank["row_bytes"] * step["rows"] - (step["peak_bytes"] - step["rest_bytes"])
+             for step in taken]
+    highest = max(step["peak_bytes"] - step["rest_bytes"] for step in taken)
+    print(f"highest rise {highest / MIB:.1f} MiB; nearest to its bound {min(spare) / MIB:.1f} MiB under it")
+    assert min(spare) > -8 * MIB and not any(step["over"] for step in taken if step["rows"] > 256)
+    assert second.status()["guard"]["stops"] == 0
     assert any(step["rows"] < 1024 and step["width"] > 60_000 for step in taken), "the line did not bind"
