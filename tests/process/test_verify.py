@@ -316,7 +316,8 @@ TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
 
 
 @pytest.mark.parametrize(("answer", "headers", "code", "says"), [
-    (TOKEN + b"data: [DONE]\n\n", {}, 0, "passed"),
+    (TOKEN + b"data: [DONE]\n\n", {}, 0, "passed"), (TOKEN.replace(b"\n", b"\r\n") + b"data: [DONE]\r\n\r\n", {}, 0, "passed"),
+    ('data: {"choices": [{"text": "\u2028\x85"}]}\n\ndata: [DONE]\n\n'.encode(), {}, 0, "passed"),
     (TOKEN + b"data: [DONE]\n\n", {"X-Tightrank-Worker": "p0,w0@h:9470"}, 0, "passed"),
     (TOKEN + b"data: [DONE]\n\n", {"X-Tightrank-Worker": "w9"}, 1, "refused: the gateway sent it to w9, not to w0"),
     (TOKEN + b'data: {"error": {"message": "no KV"}}\n\n', {}, 1, 'the answer broke off: {"error": {"message": "no KV"'),
