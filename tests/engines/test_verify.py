@@ -32,7 +32,7 @@ def make(tmp_path: Path, dense_model: str) -> Iterator[Make]:
         deployment = Deployment(
             tmp_path, engine=engine, model=Path(dense_model), command=[str(CACHE / "envs" / engine / head), *rest],
             args=ARGUMENTS[engine], env=ENVIRONMENTS[engine],
-            settings={"guard": {"floor": "64MiB", "margin": "64MiB", **off},
+            settings={"guard": {"floor": "64MiB", "margin": "64MiB", **off}, "limits": {"drain": "30s"},
                       "line": {"budget": BUDGET, "minimum": 64, "maximum": 1024, "context": 8192}})
         made.append(deployment)
         return deployment.up()

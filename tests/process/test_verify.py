@@ -225,17 +225,17 @@ def test_memory_under_the_floor_fails_the_first_size(make: Make, tmp_path: Path)
 
 
 def test_what_was_measured_is_printed_where_the_disk_takes_no_more(make: Make, tmp_path: Path) -> None:
-    """RLIMIT_FSIZE stands in for it: the first, empty report fits."""
+    """RLIMIT_FSIZE stands in for it: the first, empty report fits, 79 chunks do not."""
     deployment = make(settings=LINE).up()
     deployment.wait_phase("up")
     limited = ("import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
                "resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)); " + _MAIN)
-    argv = [sys.executable, "-P", "-c", limited, "verify", "ramp", "--output", str(tmp_path / "out"), "--sizes", "8k,16k", *LOW,
+    argv = [sys.executable, "-P", "-c", limited, "verify", "ramp", "--output", str(tmp_path / "out"), "--sizes", "16k", *LOW,
             "-c", str(deployment.file)]
     done = subprocess.run(argv, env=clean_env(), text=True, capture_output=True, timeout=60, check=False)
     assert done.returncode == 75 and "report.json: File too large" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-    assert json.loads(done.stdout.splitlines()[0])["tokens"] == 8000
+    assert json.loads(done.stdout.splitlines()[0])["tokens"] == 16000
     assert report(tmp_path / "out")["sizes"] == [], "the one before is whole"
 
 
@@ -316,7 +316,8 @@ TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
 
 
 @pytest.mark.parametrize(("answer", "headers", "code", "says"), [
-    (TOKEN + b"data: [DONE]\n\n", {}, 0, "passed"),
+    (TOKEN + b"data: [DONE]\n\n", {}, 0, "passed"), (TOKEN.replace(b"\n", b"\r\n") + b"data: [DONE]\r\n\r\n", {}, 0, "passed"),
+    ('data: {"choices": [{"text": "\u2028\x85"}]}\n\ndata: [DONE]\n\n'.encode(), {}, 0, "passed"),
     (TOKEN + b"data: [DONE]\n\n", {"X-Tightrank-Worker": "p0,w0@h:9470"}, 0, "passed"),
     (TOKEN + b"data: [DONE]\n\n", {"X-Tightrank-Worker": "w9"}, 1, "refused: the gateway sent it to w9, not to w0"),
     (TOKEN + b'data: {"error": {"message": "no KV"}}\n\n', {}, 1, 'the answer broke off: {"error": {"message": "no KV"'),

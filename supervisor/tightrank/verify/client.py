@@ -95,12 +95,21 @@ async def complete(http: httpx2.AsyncClient, target: Target, prompt: Sequence[in
 
 async def _events(response: httpx2.Response) -> AsyncIterator[Json]:
     """Of a stream that ends as it should. Raises Refused."""
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            if line[5:].strip() == "[DONE]":
+    async for line in _lines(response):
+        if line.startswith(b"data:"):
+            if line[5:].strip() == b"[DONE]":
                 return
-            yield _event(line[5:])
+            yield _event(line[5:].decode(errors="replace"))
     raise Refused("the answer broke off before its end")
+
+
+async def _lines(response: httpx2.Response) -> AsyncIterator[bytes]:
+    """Ended by a line feed alone. `aiter_lines` takes U+2028, U+0085 and others of a model's own text for line ends too."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _ours(status: int) -> bool:

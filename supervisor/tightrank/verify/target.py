@@ -94,12 +94,15 @@ def differences(before: Json, now: Json, path: str = "") -> Iterator[str]:
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from differences(old, new, f"{path}{key}.")
+        elif isinstance(old, list) and isinstance(new, list) and old != new:
+            less, more = ([word for word in one if word not in other] for one, other in ((old, new), (new, old)))
+            yield f"{path}{key} had {_shown(less)} and has {_shown(more)}"
         elif old != new:
             yield f"{path}{key} was {_shown(old)} and is {_shown(new)}"
 
 
 def _shown(value: Any) -> str:
-    text = " ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
+    text = (" ".join(map(str, value)) or "nothing more") if isinstance(value, list) else str(value)
     return text if len(text) <= 200 else text[:197] + "..."
 
 
