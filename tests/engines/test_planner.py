@@ -86,8 +86,7 @@ SGLANG = {
     "pages of 64": Row(args=("--page-size", "64")), "an upper bound": Row(args=("--max-total-tokens", "5000")),
     "wide heads, three layers": Row({"head_dim": 128, "num_hidden_layers": 3, "num_key_value_heads": 4}),
     "tied, padded vocabulary": Row({"tie_word_embeddings": True, "vocab_size": 500}),
-    "two stages of three layers": Row({"num_hidden_layers": 3}, pipeline_parallel=2), "windows kept whole": Row(MIXED),
-    "MLA": Row(MLA, DUMMY)}
+    "two stages of three layers": Row({"num_hidden_layers": 3}, pipeline_parallel=2), "windows kept whole": Row(MIXED)}
 
 
 def spec_of(engine: str, row: Row, directory: Path) -> Case:
