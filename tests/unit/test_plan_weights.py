@@ -57,6 +57,14 @@ def test_where_stages_hold_them(name: str, tied: bool, wanted: tuple[bool, ...])
     assert tuple(size > 0 for size in found) == wanted
 
 
+@pytest.mark.parametrize(("engine", "architecture", "stages"), [
+    ("sglang", "LlamaForCausalLM", 3), ("sglang", "Qwen3ForCausalLM", 1), ("vllm", "LlamaForCausalLM", 1)])
+def test_sglangs_llama_has_its_output_embedding_on_every_stage(engine: str, architecture: str, stages: int) -> None:
+    """Seen in 0.5.23: a first stage of two holds 262,144 bytes more than its layer and the input embedding."""
+    found = held(tensor("lm_head.weight", 64, 64), 1, 3, engine=engine, architectures=[architecture])
+    assert sum(size > 0 for size in found) == stages and found[2]
+
+
 @pytest.mark.parametrize(("engine", "count", "size", "wanted"), [
     ("vllm", 61, 4, [15, 15, 16, 15]), ("vllm", 62, 4, [15, 16, 16, 15]), ("sglang", 61, 4, [15, 15, 15, 16]),
     ("sglang", 62, 4, [15, 15, 16, 16]), ("vllm", 8, 2, [4, 4]), ("vllm", 3, 1, [3])])

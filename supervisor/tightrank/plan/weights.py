@@ -30,6 +30,8 @@ _FUSED = re.compile(r"\.(qkv_proj|query_key_value|W_pack|c_attn|Wqkv)\.(weight|b
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _OTHER_MODALITY = re.compile(r"(^|\.)(visual|vision\w*|image\w*|audio\w*|multi_modal\w*|mm_\w+)\.")
 _LAST = re.compile(r"(^|\.)(norm|final_layernorm|ln_f|norm_f)\.(weight|bias)$")
+# SGLang's Llama makes the output embedding on every pipeline stage, though only the last one fills it (models/llama.py).
+_HEAD_EVERYWHERE = ("LlamaForCausalLM", "MistralForCausalLM")
 _FLOAT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 _ASKED_BITS = {"float32": 32, "float": 32, "half": 16, "float16": 16, "bfloat16": 16}
 # Quantizations that an engine makes itself from 16-bit weights; of the others 4 bits are the least.
@@ -85,7 +87,7 @@ def rank_bytes(tensors: Sequence[Tensor], shape: ModelShape, how: Split) -> tupl
         if tensor.name.startswith("mtp.") or (layer is not None and layer >= count):
             continue                                   # heads for speculation, which are loaded only when asked for
         share = tensor.size_bytes * _growth(tensor, how) * _fraction(tensor, shape, how.tensor_parallel)
-        for stage in _places(tensor.name, layer, shape, ends):
+        for stage in _places(tensor.name, layer, shape, ends, how.engine):
             totals[stage] += share
     return tuple(int(total) for total in totals)
 
@@ -101,13 +103,14 @@ def _layer(name: str) -> int | None:
     return int(found[1]) if found is not None and not _OTHER_MODALITY.search(name) else None
 
 
-def _places(name: str, layer: int | None, shape: ModelShape, ends: Sequence[int]) -> tuple[int, ...]:
+def _places(name: str, layer: int | None, shape: ModelShape, ends: Sequence[int], engine: str) -> tuple[int, ...]:
     """The stages that hold a tensor."""
     last = len(ends) - 1
     if layer is not None:
         return (next((stage for stage, end in enumerate(ends) if layer < end), last),)
     if _HEAD.search(name):
-        return () if shape.tied_embeddings else (last,)
+        everywhere = engine == "sglang" and shape.architecture in _HEAD_EVERYWHERE
+        return () if shape.tied_embeddings else tuple(range(len(ends))) if everywhere else (last,)
     if _LAST.search(name):
         return (last,)
     return (0, last) if last and shape.tied_embeddings and _VOCABULARY.search(name) else (0,)
