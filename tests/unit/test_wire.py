@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import INJECT
+from helpers import INJECT, ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from tightrank_adapter import pages, wire
@@ -250,3 +250,8 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_half_of_a_new_one(tmp_pat
         wire.write_json(str(path), {"a": {2}})
     assert sorted(item.name for item in tmp_path.iterdir()) == ["file.json", "other"]
     assert json.loads(path.read_text()) == {"a": 1}
+
+
+def test_the_guard_which_imports_nothing_of_ours_writes_pages_of_the_same_schema() -> None:
+    found = (ROOT / "supervisor" / "tightrank" / "guard" / "page.py").read_text()
+    assert f"\nSCHEMA = {wire.SCHEMA}\n" in found

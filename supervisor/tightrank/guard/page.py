@@ -5,11 +5,11 @@ import mmap
 import os
 import struct
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class Page:
-    """"<QQ" sequence (odd while it is written, 0 before), schema 2, then unsigned 64-bit values. As pages.Page.
+    """"<QQ" sequence (odd while it is written, 0 before), schema 3, then unsigned 64-bit values. As pages.Page.
 
     Its block is allocated at once: a full disk later must not become a SIGBUS.
     """
