@@ -95,3 +95,12 @@ def test_an_estimate_is_divided_as_real_weights_are() -> None:
     spec = make_spec(tensor_parallel=8)
     found = weights.rank_bytes(estimate.tensors(shape(model), model), shape(model), weights.split(spec, model))
     assert found == (pytest.approx(70.55e9 * 2 / 8, rel=0.001),)
+
+
+def test_sglang_pads_heads_on_a_cpu() -> None:
+    """Seen in 0.5.23: one key head of four queries on two ranks makes two of eight."""
+    model = {**MODEL, "num_attention_heads": 4, "num_key_value_heads": 1}
+    for cpu, kept in ((True, 8192), (False, 4096)):
+        how = weights.split(make_spec(engine="sglang", tensor_parallel=2), model, cpu)
+        found = tensor("model.layers.0.self_attn.q_proj.weight", 64, 64)
+        assert weights.rank_bytes((found,), shape(model), how) == (kept,)

@@ -48,7 +48,7 @@ class Case:
     def stage_weights(self) -> tuple[int, ...]:
         """Bytes on each rank of each pipeline stage."""
         found = self.tensors if self.in_files else estimate.tensors(self.shape, self.model)
-        return weights.rank_bytes(found, self.shape, weights.split(self.spec, self.model))
+        return weights.rank_bytes(found, self.shape, weights.split(self.spec, self.model, self.cpu))
 
     def weights(self, rank: int) -> Term:
         """What the rank holds of them; 0 where config.json does not say enough and no files are there."""

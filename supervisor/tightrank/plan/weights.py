@@ -26,6 +26,7 @@ _DIVIDED = re.compile(r"((q|k|v|qkv|gate|up|gate_up|in|dt)_proj|query_key_value|
 _VOCABULARY = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in|lm_head|embed_out|embed|head)\.weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out|head)\.weight$")
 _KEYS = re.compile(r"\.(k|v)_proj\.(weight|bias|weight_scale\w*)$")
+_QUERIES = re.compile(r"\.(q|o)_proj\.weight$")
 _FUSED = re.compile(r"\.(qkv_proj|query_key_value|W_pack|c_attn|Wqkv)\.(weight|bias)$")
 _LAYER = re.compile(r"\b(?:layers|h|blocks)\.(\d+)\.")
 _OTHER_MODALITY = re.compile(r"(^|\.)(visual|vision\w*|image\w*|audio\w*|multi_modal\w*|mm_\w+)\.")
@@ -49,13 +50,14 @@ class Split:
     dtype: str
     quantization: str
     in_files: bool
+    pads_heads: bool = False           # SGLang on a CPU, where the ranks do not divide the heads (configs/update_config.py)
 
 
-def split(spec: WorkerSpec, model: Mapping[str, Any]) -> Split:
+def split(spec: WorkerSpec, model: Mapping[str, Any], cpu: bool = False) -> Split:
     """Of a worker and its model's config.json."""
     in_files = bool(model.get("quantization_config") or sections(model).get("quantization_config"))
     return Split(spec.engine, spec.tensor_parallel, spec.pipeline_parallel, value(spec.argv, "--dtype") or "auto",
-                 quantization(spec, model), in_files)
+                 quantization(spec, model), in_files, cpu and spec.engine == "sglang")
 
 
 def quantization(spec: WorkerSpec, model: Mapping[str, Any]) -> str:
@@ -86,7 +88,7 @@ def rank_bytes(tensors: Sequence[Tensor], shape: ModelShape, how: Split) -> tupl
         layer = _layer(tensor.name)
         if tensor.name.startswith("mtp.") or (layer is not None and layer >= count):
             continue                                   # heads for speculation, which are loaded only when asked for
-        share = tensor.size_bytes * _growth(tensor, how) * _fraction(tensor, shape, how.tensor_parallel)
+        share = tensor.size_bytes * _growth(tensor, how) * _fraction(tensor, shape, how)
         for stage in _places(tensor.name, layer, shape, ends, how.engine):
             totals[stage] += share
     return tuple(int(total) for total in totals)
@@ -116,14 +118,17 @@ def _places(name: str, layer: int | None, shape: ModelShape, ends: Sequence[int]
     return (0, last) if last and shape.tied_embeddings and _VOCABULARY.search(name) else (0,)
 
 
-def _fraction(tensor: Tensor, shape: ModelShape, size: int) -> float:
-    """The part of a tensor that one of `size` ranks keeps, padding included."""
+def _fraction(tensor: Tensor, shape: ModelShape, how: Split) -> float:
+    """The part of a tensor that one rank keeps, padding included."""
+    size = how.tensor_parallel
     if _VOCABULARY.search(tensor.name) and len(tensor.shape) == 2:
         rows = tensor.shape[0]
         return -(-rows // VOCABULARY_STEP) * VOCABULARY_STEP / rows / size if rows else 1.0
     if _REPLICATED.search(tensor.name) or (len(tensor.shape) <= 1 and not _DIVIDED.search(tensor.name)):
         return 1.0
     heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+    if how.pads_heads and kv_heads and kv_heads % size and _QUERIES.search(tensor.name):     # with the key heads, to multiples
+        return -(-kv_heads // size) / kv_heads
     if kv_heads and size > kv_heads and not shape.one_kv_vector:     # more ranks than key heads: several keep the same one
         if _KEYS.search(tensor.name):
             return 1 / kv_heads
