@@ -202,6 +202,15 @@ VLLM_SIZING_FAILURE = lines(
     "{'EngineCore': 1}")
 
 
+@pytest.mark.parametrize(("failed", "cause"), [
+    ("{}", "rank-died"), ("{'EngineCore': -9}", "rank-died"), ("{'EngineCore_DP0': -9, 'EngineCore_DP1': -9}", "rank-died"),
+    ("{'EngineCore': 1}", "engine-error"), ("{'EngineCore_DP0': 1, 'EngineCore_DP1': -9}", "engine-error")])
+def test_an_engine_core_that_a_signal_ended_has_died_and_not_failed(failed: str, cause: str) -> None:
+    """Within a quarter of a second of its hello vLLM sees the exit code, later the closed pipe alone."""
+    text = f"RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {failed}"
+    assert diagnose("vllm", lines(f"(APIServer pid=1) {text}"), ended(1)).cause == cause
+
+
 def test_the_root_wins_over_its_consequences() -> None:
     found = diagnose("vllm", VLLM_SIZING_FAILURE, ended(1))
     assert (found.cause, found.confidence, found.restart_helps) == ("context-exceeds-kv-pool", "certain", False)

@@ -157,7 +157,8 @@ SIGNATURES: tuple[Signature, ...] = (
         rank=Rank.VAGUE),
     Signature(
         "rank-died",
-        r"Engine core initialization failed\. See root cause above\. Failed core proc\(s\): \{\}",
+        r"Engine core initialization failed\. See root cause above\. Failed core proc\(s\): "
+        r"\{(?:'[^'{}]{1,60}': (?P<exit_code>-\d{1,3})(?:, )?){0,64}\}",     # by a signal, or seen by its closed pipe alone
         "The engine core ended while starting and left no Python error: it was killed.",
         "see what ended it (the guard's record, the kernel's log)",
         "vLLM 0.20.2 - 0.32.0 v1/engine/utils.py", decisive=False, rank=Rank.CONSEQUENCE, confidence="likely"),
