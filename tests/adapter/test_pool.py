@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from tightrank_adapter import memory, peak, pool
+from tightrank_adapter import memory, peak, pool, rank
 
 MIB = 1 << 20
 
@@ -125,3 +125,15 @@ def test_what_an_allocator_only_keeps_is_available(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(peak, "_looked", -1e9)
     assert peak.rest() == peak.Rest(3 * MIB, 107 * MIB, None)
+
+
+@pytest.mark.parametrize("integrated", [True, False])
+def test_a_rank_tells_whether_its_device_uses_the_hosts_memory(monkeypatch: pytest.MonkeyPatch, integrated: bool) -> None:
+    properties = SimpleNamespace(is_integrated=integrated, pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_properties=lambda index: properties)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(rank, "_me", SimpleNamespace(identity={}))
+    monkeypatch.setattr(rank, "_facts", {})
+    monkeypatch.setattr(rank, "_write", lambda: None)
+    rank.locate(0)
+    assert rank._facts == {"memory_shared": integrated}

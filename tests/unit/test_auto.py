@@ -188,6 +188,13 @@ def test_ranks_that_share_a_host_share_its_memory() -> None:
     assert found.budget == (8 - 2 * 1 - 2) * GIB // 2 // 10
 
 
+@pytest.mark.parametrize(("shared", "keep"), [(True, 2 * GIB), (False, GIB // 2)])
+def test_the_floor_counts_where_a_device_uses_the_hosts_memory(shared: bool, keep: int) -> None:
+    seen = one(evidence(pair=10.0, proven=10**12))
+    told = snapshot({"w0": reading("w0", [rank(0, 1, "0000:01:00.0", memory_shared=shared)])})
+    assert aim(seen, seen=told)["w0"].budget == (7 * GIB - keep) // 10
+
+
 def test_a_decode_worker_beside_it_takes_no_transients_but_its_cache() -> None:
     found = aim(one(evidence(pair=10.0, proven=10**12), name="w0"), one(evidence(pair=None), name="w1", role="decode"))
     assert found["w0"].budget == (8 - 2 * 1 - 2) * GIB // 10

@@ -91,10 +91,16 @@ def hello(role: str, rank: Optional[int] = None, tp_rank: Optional[int] = None, 
 
 
 def locate(index: int) -> None:
-    """This rank computes on CUDA or ROCm device `index`, as this process numbers them (known only once it is bound)."""
+    """This rank computes on CUDA or ROCm device `index`, as this process numbers them (known only once it is bound).
+
+    The fact "memory_shared": the device computes in the host's memory, which the guard's floor is of.
+    """
     me = _mine()
     if me is not None:
         me.identity["device"] = device_pci_id(index)
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_available():
+            _facts["memory_shared"] = bool(getattr(torch.cuda.get_device_properties(index), "is_integrated", False))
         _write()
 
 
