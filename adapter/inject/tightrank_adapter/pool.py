@@ -36,11 +36,6 @@ def watch(*roots: Any) -> None:
     _pieces = list(found.values()) or None
 
 
-def size_bytes() -> int:
-    """Of what is watched; 0: nothing is."""
-    return sum(piece.size_bytes for piece in _pieces or ())
-
-
 def untouched_bytes() -> Optional[int]:
     """None: not known. On an integrated device nobody tells what has been written, so all of it counts as untouched."""
     if _pieces is None:
