@@ -54,7 +54,7 @@ def test_a_failure_leaves_a_bundle_without_any_secret_and_one_by_hand_has_none_e
     assert name in deployment.run("bundle", "--list").stdout
 
     by_hand = [run_bundle(deployment), run_bundle(deployment, "--output", str(tmp_path / "mine.tar.gz"))]
-    assert "engine-exited" in by_hand[0]["status.json"] or "unknown" in by_hand[0]["status.json"]
+    assert deployment.worker()["diagnosis"]["cause"] in by_hand[0]["status.json"]
     assert deployment.terminate() == 69
     by_hand.append(run_bundle(deployment))
     assert "no supervisor answers" in by_hand[2]["status.json"]
