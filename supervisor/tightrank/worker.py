@@ -143,7 +143,8 @@ class Worker:
         if self._account is None:
             store = self._around.calibration
             self._account = Account(store, store.identity(self.template, self._key), self.template.predicted)
-        found = measured(reading, self.run.meter.pace, self._account.fresh)
+        line = self.template.line
+        found = measured(reading, self.run.meter.pace, self._account.fresh, self.run.evidence(now), line.budget if line else 0)
         for row in self._account.step(found, now):
             self._say("calibration", f"expected and measured disagree: {sentence(row)}",
                       {"term": row.term, "predicted": row.predicted, "measured": row.measured, "source": row.source})

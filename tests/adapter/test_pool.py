@@ -135,5 +135,11 @@ def test_a_rank_tells_whether_its_device_uses_the_hosts_memory(monkeypatch: pyte
     monkeypatch.setattr(rank, "_me", SimpleNamespace(identity={}))
     monkeypatch.setattr(rank, "_facts", {})
     monkeypatch.setattr(rank, "_write", lambda: None)
+    rank.weights(5 << 30)
+    assert rank._facts == {}, "no device yet"
     rank.locate(0)
     assert rank._facts == {"memory_shared": integrated}
+    for garbage in (None, "5", True, 0.0, float("nan"), float("inf")):
+        rank.weights(garbage)
+    rank.weights(2.5 * (1 << 30))
+    assert rank._facts.get("weights_bytes") == (None if integrated else 5 << 29), "others use the host's memory meanwhile"

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import rank
 from tightrank import calibration
+from tightrank.auto.peaks import Evidence, Fit
 from tightrank.calibration import SAVE_SECONDS, WORKER, Account, compare, flat, measured, sentence
 from tightrank.calibration.store import MOST_BYTES, MOST_ENTRIES, Calibration, Identity
 from tightrank.plan.pace import Pace
-from tightrank.records import WorkerReading, WorkerSpec
+from tightrank.records import Comparison, WorkerReading, WorkerSpec
 
 ONE = Identity(("1024", "None", "release 0.32.0"), "vllm", "/m", "abc", 2, 1, "k1")
 TERMS = {WORKER: {"kv_tokens": 65536.0}, "0": {"available_bytes": 8e9}, "1": {"available_bytes": 9e9}}
@@ -203,6 +204,33 @@ def test_what_the_daemon_knows() -> None:
         assert measured(reading(garbage), None, at_rest=False) == {WORKER: {}}
     assert flat({"0": {"available_bytes": 2.0, "weights_bytes": 5.0}, "1": {"available_bytes": 3.0, "weights_bytes": 6.0}}) == \
         {"available_bytes": 2.0, "weights_bytes": 6.0}
+
+
+def test_weights_are_those_that_a_rank_saw_on_its_device() -> None:
+    facts = [{"weights_bytes": 3 << 30}, {"weights_bytes": "3"}, {}]
+    ranks = tuple(rank(rank=number, facts=each, available_bytes=None) for number, each in enumerate(facts))
+    assert measured(WorkerReading("w", 1, None, (), ranks, (), ()), None, at_rest=False) == {
+        WORKER: {}, "0": {"weights_bytes": 3 << 30}}
+
+
+def peaks(pair: float, row: float, proven: int) -> tuple[Evidence, ...]:
+    return (Evidence(0, Fit(pair, row, 0.0, 0.0, 20), proven, 1, None, None), Evidence(1, None, proven, 1, None, None))
+
+
+def test_peaks_count_once_a_step_came_near_the_budget(make: Callable[[], Calibration]) -> None:
+    def told(pair: float, row: float, proven: int) -> dict[str, dict[str, float]]:
+        return measured(reading(1), None, False, peaks(pair, row, proven), budget=400)
+    assert told(14.0, 2e4, 99) == {WORKER: {"kv_tokens": 1}}
+    assert told(14.0, 2e4, 100)["0"] == {"pair_bytes": 14.0, "row_bytes": 2e4, "peak_pairs": 100}
+
+
+def test_peaks_are_compared_by_what_they_say_of_a_chunk(make: Callable[[], Calibration]) -> None:
+    def told(pair: float, row: float, proven: int) -> list[Comparison]:
+        return account(make()).step(measured(reading(1), None, True, peaks(pair, row, proven)), 0.0)
+    assert told(1.0, 20_000.0, 2048 * 100_000) == []
+    assert told(1.02, 18_000.0, 2048 * 50_000) == [], "the terms trade with each other"
+    wrong, = told(1.5, 20_000.0, 2048 * 50_000)
+    assert wrong.term == "chunk_bytes" and wrong.measured == 2048 * (1.5 * 50_000 + 20_000)
 
 
 def account(store: Calibration, **changes: Any) -> Account:

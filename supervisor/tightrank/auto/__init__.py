@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tightrank.auto.peaks import UNBOUNDED, Evidence
+from tightrank.auto.peaks import NEAR, UNBOUNDED, Evidence
 from tightrank.config import Guard
 from tightrank.records import LineSpec, Phase, Snapshot, WorkerReading, WorkerView
 
 RAISE = 1.25               # times the largest proven step
-NEAR = 4                   # a step of so much less than the budget tells nothing of one that fills it
 WORTH = 1.02               # a raise by less is not told: each one is a request to the engine
 _SERVING = (Phase.UP, Phase.DRAINING)
 _GIB = 2**30

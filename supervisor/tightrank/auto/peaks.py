@@ -24,6 +24,7 @@ SPAN = 2.0                 # of widths, smallest to largest: else `pair` cannot 
 RATIO, KEPT = 1.5, 3       # samples are kept by width: a few of each band, so that long prompts do not push out short ones
 FRESH = 6                  # steps
 HALF_LIFE, STALE = 16, 0.02        # steps after which a sample counts half; what it counts at the least
+NEAR = 4                   # a step of so much less than the budget tells nothing of one that fills it
 LATEST = 3                 # of the steps with the most pairs: two of them over the fit raise it at once
 REFIT_SECONDS = 1.0
 NOISE_BYTES = 1 << 20      # of a reading: the kernel counts pages by batches (mm/memory.c, percpu_counter)
@@ -121,7 +122,6 @@ class Peaks:
             self._fit = fit(samples, tuple(self._latest), self._row(samples))
             self._fitted, self._stale, self._urgent = now, False, False
         return Evidence(self.rank, self._fit, self.proven_pairs, self.proven_bytes, self.available_bytes, self.untouched_bytes)
-
 
     def _row(self, samples: Sequence[Sample]) -> float | None:
         """The row bytes of the fit before, while no step of many rows is fresh: what has drifted since such a step would be

@@ -2,15 +2,17 @@
 
 Terms are numbers whose names carry the units; each rank has its own, and some are of the whole worker:
 
-    kv_tokens, weights_bytes, available_bytes (at rest), pair_bytes and row_bytes (of a chunk's peak),
+    kv_tokens, weights_bytes, available_bytes (at rest), pair_bytes, row_bytes and peak_pairs (auto/peaks.py),
     row_seconds, pair_seconds, step_seconds, pace_samples, pace_tokens (plan/pace.py)
 
 A start is expected to measure what the plan says and what the last one under the same configuration did.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tightrank.auto.peaks import NEAR, Evidence
 from tightrank.calibration.store import Calibration, Identity, RankTerms, Terms, merged
 from tightrank.plan.pace import Pace
 from tightrank.records import Comparison, WorkerReading
@@ -19,11 +21,11 @@ TOLERANCE = 0.10               # more is said
 WORKER = "worker"              # in place of a rank: of all of them together
 SAVE_SECONDS = 60.0            # between two writes of a pace that goes on learning
 PACE_SAMPLES = 64              # before a pace is held against another: the first few are of a cold engine
-_MOST_TOKENS = 1 << 53         # more in a hello is garbage
+_MOST = 1 << 53                # tokens, bytes; more in a hello is garbage
 _NOTEWORTHY = 0.02             # a smaller change is not worth a write
-_COMPARED_CHUNK_TOKENS = 2048  # paces are compared by what they say of a prompt in chunks of this size
+_COMPARED_CHUNK_TOKENS = 2048  # paces are compared by what they say of a prompt in chunks of this size, peaks by what of one
 # What each start of one configuration should measure alike: not what is available at rest, which others change too.
-_REPEAT = ("kv_tokens", "weights_bytes", "pair_bytes", "row_bytes")
+_REPEAT = ("kv_tokens", "weights_bytes")
 
 
 def compare(predicted: Terms, measured: Terms, source: str = "plan") -> tuple[Comparison, ...]:
@@ -54,19 +56,32 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.4g}"
 
 
-def measured(reading: WorkerReading, pace: Pace | None, at_rest: bool) -> dict[str, dict[str, float]]:
-    """What the daemon knows of a worker. `at_rest`: nothing has been computed yet but the warm-up."""
+def measured(reading: WorkerReading, pace: Pace | None, at_rest: bool, evidence: Sequence[Evidence] = (),
+             budget: int = 0) -> dict[str, dict[str, float]]:
+    """What the daemon knows of a worker. `at_rest`: nothing has been computed yet but the warm-up. `evidence` of a rank's peaks
+    counts once its largest step says something of one that fills `budget` (token²)."""
     found: dict[str, dict[str, float]] = {WORKER: {}}
-    tokens = [value for rank in reading.ranks if type(value := rank.facts.get("kv_tokens")) is int and 0 < value < _MOST_TOKENS]
+    tokens = [value for rank in reading.ranks if (value := _counted(rank.facts.get("kv_tokens"))) is not None]
     if tokens:
         found[WORKER]["kv_tokens"] = min(tokens)
     if pace is not None:
         found[WORKER] |= {"row_seconds": pace.row_seconds, "pair_seconds": pace.pair_seconds,
                           "step_seconds": pace.step_seconds, "pace_samples": pace.samples, "pace_tokens": pace.longest_tokens}
-    for rank in reading.ranks if at_rest else ():
-        if rank.rank is not None and rank.available_bytes is not None:
-            found[str(rank.rank)] = {"available_bytes": rank.available_bytes}
+    for rank in reading.ranks:
+        weights = _counted(rank.facts.get("weights_bytes"))
+        terms = {"weights_bytes": weights, "available_bytes": rank.available_bytes if at_rest else None}
+        known = {name: float(value) for name, value in terms.items() if value is not None}
+        if rank.rank is not None and known:
+            found[str(rank.rank)] = known
+    for each in evidence:
+        if each.fit is not None and NEAR * each.proven_pairs >= budget:
+            found.setdefault(str(each.rank), {}).update(
+                pair_bytes=each.fit.pair_bytes, row_bytes=each.fit.row_bytes, peak_pairs=each.proven_pairs)
     return found
+
+
+def _counted(value: object) -> int | None:
+    return value if type(value) is int and 0 < value < _MOST else None
 
 
 def pace_of(terms: Terms) -> Pace | None:
@@ -124,7 +139,7 @@ class Account:
         done = {(row.term, row.source) for row in self.rows}
         before = {name: value for name, value in self._before.items() if name in _REPEAT}
         rows = (*compare(self.planned, found, "plan"), *compare(before, found, "before"),
-                *compare(*_prompts(self._before, found), "before"))
+                *compare(*_prompts(self._before, found), "before"), *compare(*_chunks(self._before, found), "before"))
         return tuple(row for row in rows if (row.term, row.source) not in done)
 
     def _grown(self, found: RankTerms) -> bool:
@@ -142,3 +157,12 @@ def _prompts(before: Terms, found: Terms) -> tuple[Terms, Terms]:
         return {}, {}
     one, two = (pace.prompt_seconds(tokens, lambda _: _COMPARED_CHUNK_TOKENS) for pace in (old, new))
     return {"prompt_seconds": one}, {"prompt_seconds": two}
+
+
+def _chunks(before: Terms, found: Terms) -> tuple[Terms, Terms]:
+    """What two fits say of the largest chunk that both have seen; their terms may trade with each other too."""
+    if not ({"pair_bytes", "row_bytes", "peak_pairs"} <= before.keys() & found.keys()):
+        return {}, {}
+    pairs = min(before["peak_pairs"], found["peak_pairs"])
+    one, two = (terms["pair_bytes"] * pairs + terms["row_bytes"] * _COMPARED_CHUNK_TOKENS for terms in (before, found))
+    return {"chunk_bytes": one}, {"chunk_bytes": two}

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 from .. import fault, pool, rank, wire
 from . import steps
 
-HOOK = "ranks"
+HOOK, _GIB = "ranks", 1 << 30
 _VERIFIED = ("process_input_requests", "run_batch", "process_batch_result")
 
 
@@ -81,6 +81,7 @@ def _verify(self: Any) -> None:
             raise fault.Missing("%s.%s" % (type(self).__qualname__, name), "an override without the hook")
     rank.locate(self.tp_worker.model_runner.gpu_id)
     rank.fact("kv_tokens", int(self.max_total_num_tokens))
+    rank.weights(getattr(self.tp_worker.model_runner, "weight_load_mem_usage", 0) * _GIB)  # it counts in GiB
     if rank.watches_memory():
         pool.watch(getattr(self.tp_worker.model_runner, "token_to_kv_pool", None))
     rank.hook(HOOK, wire.IN_FORCE)

@@ -23,6 +23,7 @@ def install(module: Any) -> None:
     owner = fault.require(module, "Worker")
     fault.wrap(owner, "execute_model", HOOK, before=_starts, after=_ended)
     fault.wrap(owner, "init_device", HOOK, after=_bound)
+    fault.wrap(owner, "load_model", HOOK, after=_loaded)
     if rank.watches_memory():
         fault.wrap(owner, "initialize_from_config", HOOK, after=_filled)
 
@@ -35,6 +36,10 @@ def _bound(token: None, result: None, worker: Any) -> None:
     """The worker has its device, "cuda:1" for ROCm too; CPU and XPU workers have an init_device of their own."""
     if worker.device.type == "cuda":
         rank.locate(worker.device.index)
+
+
+def _loaded(token: None, result: Any, worker: Any, *args: Any, **kwargs: Any) -> None:
+    rank.weights(getattr(worker.model_runner, "model_memory_usage", None))
 
 
 _last: Tuple[Any, List[List[int]]] = (None, [])
