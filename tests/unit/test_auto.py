@@ -165,11 +165,19 @@ def test_it_is_raised_by_a_quarter_past_what_was_lived_through_and_lowered_at_on
     found = aim(one(evidence(pair=1.0, proven=LINE.budget * 5 // 4)), before=found)
     assert found["w0"].budget == LINE.budget * 25 // 16
     found = aim(one(evidence(pair=100.0, proven=LINE.budget * 5 // 4)), before=found)
-    assert found["w0"].budget == 5 * GIB // 100
+    assert found["w0"].budget == int(5 * GIB // 100 / auto.SPARE)
 
 
 def test_small_raises_are_not_told() -> None:
     assert aim(one(evidence(pair=5 * GIB / (1.01 * LINE.budget), proven=10**12)))["w0"].budget == LINE.budget
+
+
+def test_small_moves_of_a_host_move_nothing() -> None:
+    found = aim(one(evidence(pair=100.0)))
+    for percent in (0.0, -1.5, 1.5, -0.5):
+        now = aim(one(evidence(available=8 * GIB + int(percent / 100 * 5 * GIB), pair=100.0)), before=found)
+        assert now["w0"].budget == found["w0"].budget
+    assert aim(one(evidence(available=8 * GIB - GIB // 5, pair=100.0)), before=found)["w0"].budget < found["w0"].budget
 
 
 def test_it_never_goes_under_the_floor_budget_and_says_so() -> None:
@@ -179,7 +187,7 @@ def test_it_never_goes_under_the_floor_budget_and_says_so() -> None:
 
 def test_the_tightest_rank_decides() -> None:
     found = aim(one(evidence(pair=10.0, proven=10**12), evidence(pair=40.0, proven=10**12, number=1)))["w0"]
-    assert found.tightest_rank == 1 and found.budget == (8 - 2 - 2) * GIB // 2 // 40
+    assert found.tightest_rank == 1 and found.budget == int((8 - 2 - 2) * GIB // 2 // 40 / auto.SPARE)
 
 
 def test_ranks_that_share_a_host_share_its_memory() -> None:

@@ -2,8 +2,9 @@
 
     B = (available at rest - KV cache not yet written - floor and margin - step - row·T) / pair, on the tightest rank
 
-`pair`, `row` and `step` are fitted to the steps' peaks (peaks.py). B is lowered at once. Past the largest step that was lived
-through it is raised by a quarter at a time: a fit tells little about sizes that nobody has seen.
+`pair`, `row` and `step` are fitted to the steps' peaks (peaks.py). B is lowered at once, a little more than it must be: memory
+that comes and goes by as much moves nothing. Past the largest step that was lived through it is raised by a quarter at a
+time: a fit tells little about sizes that nobody has seen.
 """
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from tightrank.config import Guard
 from tightrank.records import LineSpec, Phase, Snapshot, WorkerReading, WorkerView
 
 RAISE = 1.25               # times the largest proven step
-WORTH = 1.02               # a raise by less is not told: each one is a request to the engine
+WORTH = 1.04               # a raise by less is not told: each one is a request to the engine
+SPARE = 1.02               # how much deeper a fall goes
 _SERVING = (Phase.UP, Phase.DRAINING)
 _GIB = 2**30
 
@@ -146,7 +148,7 @@ def _aim(before: Aim | None, view: WorkerView, line: LineSpec, ranks: Sequence[R
 def _moved(held: int, ideal: int, most: int, line: LineSpec, tightest: RankAim) -> int:
     """Never under the floor budget: what the engine has accepted must end."""
     if ideal < held:
-        return max(ideal, line.floor_budget)
+        return max(int(ideal / SPARE), line.floor_budget)
     fitted = tightest.pair_bytes is not None
     raised = min(ideal, most, max(held, int(RAISE * tightest.proven_pairs)) if fitted else ideal)
     return raised if raised >= WORTH * held else held
