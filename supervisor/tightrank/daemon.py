@@ -8,28 +8,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import resource
-import select
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from tightrank import (
-    act,
     api,
     breaker,
     decide,
-    engines,
-    hang,
     host,
     hygiene,
     inputs,
+    leftovers,
     levels,
     plan,
     serve,
@@ -38,21 +32,20 @@ from tightrank import (
     survey,
 )
 from tightrank.adapter import pages
+from tightrank.bell import Bell, heard
 from tightrank.bundle.keeper import Keeper
 from tightrank.calibration.store import Calibration
 from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
-from tightrank.engines import installed
 from tightrank.errors import CAUSES, EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
-from tightrank.generation import Generations
 from tightrank.levels.ladder import Sample, close
 from tightrank.logs import Sink
+from tightrank.numbering import Generations
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.guard import GuardReader
 from tightrank.readers.kernel import KernelLog
 from tightrank.readers.memory import MemoryReader
 from tightrank.readers.nvidia import NvidiaReader
-from tightrank.readers.process import ProcessTable, marked
 from tightrank.records import Event, Phase, Request, Snapshot
 from tightrank.report import Board, Journal
 from tightrank.watch import Watch
@@ -62,11 +55,7 @@ CALM_SECONDS, BUSY_SECONDS = 5.0, 0.25       # between ticks when nothing happen
 WORK_SECONDS = 0.5                           # while a worker has work: it may hang with it
 CALM_TABLE_SECONDS, BUSY_TABLE_SECONDS = 15.0, 0.25
 LOOK_SECONDS = 0.5                           # at the guard's page while it is calm
-COALESCE_SECONDS = 0.02                      # what comes together is read together
 FAULTS_IN_A_ROW = 20                         # ticks that raise, then the daemon ends and the guard starts it again
-DESCRIPTORS = 1 << 16                        # as many as we may have: HTTP clients must not take those that readings need
-ORPHANED_SECONDS = 2.0                       # without a guard we end soon: what needs longer is left to the next supervisor
-ROUNDS = 50                           # x COALESCE_SECONDS: what forks while it is ended is met again
 SHOWN_SECONDS = 2.0                          # a reason can be read for this long before `on_failed: exit` ends it
 _ENDED = (Phase.STOPPED, Phase.FAILED)
 _MOVING = (Phase.STARTING, Phase.STOPPING, Phase.BACKING_OFF)
@@ -79,15 +68,13 @@ class Daemon:
         self.config = config
         self.state = Path(config.state_directory)
         self.started_unix = time.time()
-        self.policy = decide.Policy(config.guard.floor_bytes, config.guard.margin_bytes, config.limits.restarts,
-                                    config.limits.backoff_first_seconds, config.limits.backoff_longest_seconds,
-                                    config.pd.restart == "pair", hang.limits_of(config.limits))
+        self.policy = decide.Policy.of(config)
         self.generations = Generations(self.state / "generations.json")
         self.journal = Journal(self.state / "journal.jsonl")
         self.board = Board()
         self.sink = Sink(self.state / "logs")
-        self.wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.prober = Prober(self.wake)
+        self.bell = Bell()
+        self.prober = Prober(self.bell.ring)
         self.guard = GuardReader(self.state / "run")
         self.kernel = KernelLog()
         nvidia = NvidiaReader()
@@ -98,15 +85,15 @@ class Daemon:
         facts = host.read()
         read = inputs.read(config, os.environ)
         self.specs = survey.expecting(config, plan.build(config, facts, read), read)
-        known = self._known(facts)
+        known = breaker.facts(facts, survey.release(self.specs[0], os.environ))              # one engine for all workers
         around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops,
                               breaker.Breaker(self.state / "breaker.json", known, os.environ, partial(self._say, "daemon")),
                               hygiene.Rules(config.hygiene.limit_seconds, config.hygiene.tolerance_bytes,
                                             config.hygiene.drop_page_cache == "weights", nvidia),
                               Calibration(self.state / "calibration.json", known, partial(self._say, "calibration")))
-        self.keeper = Keeper(config, self.specs, os.environ, self.wake)
+        self.keeper = Keeper(config, self.specs, os.environ, self.bell.ring)
         self.workers = [Worker(spec, around, self.keeper.last(spec.name)) for spec in self.specs]
-        self.requests = api.Requests(self.wake)
+        self.requests = api.Requests(self.bell.ring)
         self.stops = 0                       # SIGTERMs so far
         self.orphaned = False                # the guard is gone
         self.log_trouble = ""                # as it was last said
@@ -117,11 +104,11 @@ class Daemon:
         """Serves until it is told to stop. Returns the exit code."""
         listening = _bind(self.config.http.host, self.config.http.port)
         self._signals()
-        _raise_descriptors()
+        sockets.raise_descriptors()
         self._say("daemon", f"daemon started (pid {os.getpid()})")
         if self.kernel.why:
             self._say("kernel", f"the kernel's log cannot be read ({self.kernel.why}); OOM kills are told by counters alone")
-        self._end_leftovers()
+        leftovers.end_earlier(self.state, self._say)
         app = api.create(self.board, self.journal, self.requests, self._api_settings())
         server = serve.Server(app, listening)
         gc.collect()
@@ -169,7 +156,7 @@ class Daemon:
 
     def _collect(self) -> None:
         self.beat.write(time.monotonic_ns())
-        self._drain_wake_pipe()
+        self.bell.hush()
         while not self.requests.empty():
             wanted = self.requests.get_nowait()
             self._say("request", f"{wanted.action} {wanted.worker}", wanted.worker)
@@ -219,16 +206,11 @@ class Daemon:
             self._write(event)
 
     def _wait(self) -> None:
-        poll = select.poll()
-        for descriptor in (self.wake_read, *(fd for worker in self.workers for fd in worker.descriptors())):
-            poll.register(descriptor, select.POLLIN)
+        poll = self.bell.poll(descriptor for worker in self.workers for descriptor in worker.descriptors())
         pause = BUSY_SECONDS if self.levels.busy else min(map(_pause_seconds, self.workers))
         end = time.monotonic() + pause
         while (left := end - time.monotonic()) > 0:
-            if poll.poll(min(left, LOOK_SECONDS) * 1000):
-                time.sleep(COALESCE_SECONDS)
-                return
-            if self._close_to_a_level():
+            if heard(poll, min(left, LOOK_SECONDS)) or self._close_to_a_level():
                 return
 
     def _close_to_a_level(self) -> bool:
@@ -240,15 +222,8 @@ class Daemon:
 
     # --- signals and the end ------------------------------------------------------------------------------------------
 
-    def wake(self) -> None:
-        """Ends the wait; any thread may call it."""
-        try:
-            os.write(self.wake_write, b"\0")
-        except BlockingIOError:
-            pass                             # it is full: the loop will wake
-
     def _signals(self) -> None:
-        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+        self.bell.ring_on_signals()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR2, self._on_orphaned)
@@ -262,25 +237,9 @@ class Daemon:
 
     def _over(self) -> bool:
         if self.orphaned:
-            self._end_at_once()
+            leftovers.end_all(self.state, [worker.watched() for worker in self.workers], self._say)
             return True
         return self.stops > 0 and all(worker.phase in _ENDED for worker in self.workers)
-
-    def _end_at_once(self) -> None:
-        """Without the guard nobody keeps the floor: every engine ends now, with what has left its tree since we looked last."""
-        for _ in range(ROUNDS):
-            table = ProcessTable.read()
-            left = {process.id for watched in (worker.watched() for worker in self.workers) if watched.main is not None
-                    for process in table.tree(watched.main, watched.known) if process.state not in "ZX"}
-            left.update(marked(plan.mark(self.state)))
-            if not left:
-                break
-            for process in left:
-                act.send(process, signal.SIGKILL)
-            time.sleep(COALESCE_SECONDS)
-        end = time.monotonic() + ORPHANED_SECONDS
-        self._sweep(lambda seconds: time.monotonic() + seconds > end or threading.Event().wait(seconds))
-        self._say("daemon", "the guard is gone: all engines were ended")
 
     def _exit_code(self) -> int:
         if self.orphaned:
@@ -294,39 +253,10 @@ class Daemon:
             return EXIT_TEMPORARY
         return EXIT_UNAVAILABLE if codes else 0
 
-    def _end_leftovers(self) -> None:
-        """Ends what a supervisor of this state directory that died whole has left behind, before anything is started."""
-        for _ in range(ROUNDS):
-            left = marked(plan.mark(self.state))
-            for process in left:
-                if act.send(process, signal.SIGKILL):
-                    self._say("daemon", f"ended a leftover of an earlier run: pid {process.pid}")
-            if not left:
-                break
-            time.sleep(COALESCE_SECONDS)
-        self._sweep(threading.Event().wait)
-
-    def _sweep(self, pause: Callable[[float], bool]) -> None:
-        for sentence in hygiene.sweep(self.state / "run", pause):
-            self._say("hygiene", sentence)
-
     # --- small things -------------------------------------------------------------------------------------------------
 
     def _worker(self, name: str) -> Worker:
         return next(worker for worker in self.workers if worker.template.name == name)
-
-    def _known(self, facts: host.HostFacts) -> tuple[str, ...]:
-        """Of this host and the engine: what failures and measurements are kept under."""
-        spec = self.specs[0]                 # one engine for all workers
-        path = {**os.environ, **spec.env}.get("PATH", os.defpath)
-        release = installed.release(spec.argv, engines.get(spec.engine).distribution, path)
-        return breaker.facts(facts, release)
-
-    def _drain_wake_pipe(self) -> None:
-        try:
-            os.read(self.wake_read, 4096)
-        except BlockingIOError:
-            pass
 
     def _api_settings(self) -> api.ApiSettings:
         token = os.environ.get("TIGHTRANK_TOKEN")
@@ -379,13 +309,6 @@ def _bind(host: str, port: int) -> socket.socket:
 def _last_words(error: Exception) -> None:
     with contextlib.suppress(OSError):       # nobody may read stderr any more: the exit code must still be right
         print(f"tightrank: {error}", file=sys.stderr, flush=True)
-
-
-def _raise_descriptors() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tightrank.config import Config
 from tightrank.errors import CAUSES
-from tightrank.hang import HangLimits, overdue
+from tightrank.hang import HangLimits, limits_of, overdue
 from tightrank.records import (
     ActionKind,
     Decision,
@@ -46,6 +47,12 @@ class Policy:
     restart_pairs: bool = False                 # pd.restart: pair
     hang: HangLimits = _HANG
     jitter: Callable[[], float] = lambda: random.uniform(0.0, 0.2)  # noqa: S311 - spreads restarts, keeps no secret
+
+    @classmethod
+    def of(cls, config: Config) -> Policy:
+        guard, limits = config.guard, config.limits
+        return cls(guard.floor_bytes, guard.margin_bytes, limits.restarts, limits.backoff_first_seconds,
+                   limits.backoff_longest_seconds, config.pd.restart == "pair", limits_of(limits))
 
 
 @dataclass(frozen=True, slots=True)

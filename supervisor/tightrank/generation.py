@@ -1,7 +1,6 @@
 """One generation of a worker: the running engine, what it prints, records and answers. It decides nothing."""
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -14,16 +13,14 @@ from typing import TYPE_CHECKING
 
 from tightrank import diagnose, engines, launch
 from tightrank.adapter import wire
-from tightrank.auto.peaks import Evidence, Peaks
+from tightrank.clues import Clues
 from tightrank.config.flags import MASK
 from tightrank.diagnose import headroom
-from tightrank.errors import ConfigError
 from tightrank.hang import Turns
 from tightrank.hygiene import Rules, Traces
 from tightrank.logs import RING_LINES
 from tightrank.plan import masked
-from tightrank.plan.pace import PaceMeter
-from tightrank.readers import kernel
+from tightrank.prefills import Prefills
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.ranks import RankReader
 from tightrank.records import (
@@ -49,33 +46,10 @@ _STEPS = list(StartStep)
 _WAITS = re.compile(r"No available shared memory broadcast block|[Ww]aiting for ")
 _COMPUTING = ("worker", "runner", "scheduler", "engine-core")
 TAIL_LINES = 40
-WIDTH_SECONDS = 10.0               # a prefill step is seldom longer
 BUDGET_SECONDS = 1.0               # between two requests with the same budget; a rank says it with its next look
-OOM_SECONDS = 20.0                 # an engine may wait for a killed process of its own before it ends
-MEMORY_SECONDS = 60.0              # how far back the lowest available memory is of interest when an engine dies
 _SECRET_CHARACTERS = 4             # a shorter one would mask half of what the engine says
 
 Say = Callable[[str, str, Mapping[str, object]], None]
-
-
-class Generations:
-    """The last generation number of each worker, on disk before a start uses it: a number is used once, whatever dies."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._numbers: dict[str, int] = {}
-        if path.exists():
-            try:
-                self._numbers = {str(name): int(number) for name, number in json.loads(path.read_text()).items()}
-            except (ValueError, TypeError, AttributeError, OverflowError) as error:
-                raise ConfigError(f"{path}: not a table of generations ({error}); remove it if no engine of this "
-                                  "deployment runs", cause="state-directory-unusable") from None
-
-    def next(self, worker: str) -> int:
-        """Raises OSError when it cannot be kept."""
-        self._numbers[worker] = self._numbers.get(worker, 0) + 1
-        wire.write_json(str(self._path), self._numbers)
-        return self._numbers[worker]
 
 
 class Generation:
@@ -107,27 +81,16 @@ class Generation:
         self.healthy_since: float | None = None
         self.exit_status: int | None = None
         self.lost_role: str | None = None  # of the first process that said hello and is gone
-        self.over_line_steps = 0
-        self.longest_step_seconds: float | None = None       # of the prefill steps
-        self.meter = PaceMeter()           # of what they take
-        self.prefill_width = 0             # keys of the last one
-        self._prefill_monotonic = now
+        self.prefills = Prefills(spec, engines.get(spec.engine).whole_steps, now)
         self.budget = spec.line.budget if spec.line else None    # of the line, as we last told it
         self.shed: Shed | None = None
         self.aborts, self.abort_why = 0, ""
         self._budget_sent: Future[str] | None = None
         self._budget_due = now
         self.turns = Turns()
-        self._peaks: dict[int, Peaks] = {}                   # of each rank, where the line is `auto`
         self.reading: WorkerReading | None = None            # the last one
-        self._hurt_monotonic: float | None = None
-        self._oom_kills: int | None = None
-        self._oom_monotonic: float | None = None             # of the last one in this generation's life
-        self._devices: set[str] = set()    # of its ranks, as the kernel's log names them
+        self.clues = Clues(self.launched.main.pid)
         self._on_device: set[int] = set()  # pids of ranks that compute on one
-        self._pids: set[int] = {self.launched.main.pid}      # of its tree, ever: the kernel's log names them
-        self._available: deque[tuple[float, int]] = deque()  # (monotonic, bytes) of the last minute
-        self._guard_lowest: int | None = None
         self._probe: Future[ProbeResult] | None = None
         self._seen = (0, 0, 0)             # processes, ranks, RSS: what counts as progress
         self._hellos: dict[ProcessId, int] = {}      # pidfd of each process that said hello; -1 once it has ended
@@ -171,16 +134,9 @@ class Generation:
         for record in records:
             if isinstance(record, wire.Fault):
                 self._take_fault(record.pid, record.hook, record.where, record.error)
-        self.over_line_steps += sum(step.over for step in steps)
         for step in steps:
             self.turns.learn(step.milliseconds / 1000, wire.step_cost(step.rows, step.width))
-            if self.spec.line is not None and self.spec.line.auto:
-                self._peaks.setdefault(step.rank, Peaks(step.rank)).learn(step)
-            if step.rank % self.spec.tensor_parallel == 0:       # the others of its group take as long
-                self.meter.learn(step, engines.get(self.spec.engine).whole_steps or step.pid not in self._on_device)
-        if steps:
-            self.longest_step_seconds = max(self.longest_step_seconds or 0.0, *(step.milliseconds / 1000 for step in steps))
-            self.prefill_width, self._prefill_monotonic = steps[-1].width, time.monotonic()
+        self.prefills.learn(steps, self._on_device)
         return steps
 
     def _take_fault(self, pid: int, hook: str, where: str, error: str) -> None:
@@ -192,26 +148,8 @@ class Generation:
             self._say("cause", f"adapter-fault: hook {hook} raised in {where} (pid {pid}): {error}", {"cause": "adapter-fault"})
 
     def hear_kernel(self, lines: Sequence[Line]) -> None:
-        """Those that name a process of this tree or, without a process, a device of its ranks or none: what becomes of other
-        people's is nobody's business here."""
-        self.lines.extend(line for line in lines if self._is_ours(line.text))
-
-    def _is_ours(self, text: str) -> bool:
-        if named := kernel.pids(text):
-            return bool(named & self._pids)
-        device = kernel.device(text)
-        return device is None or device in self._devices
-
-    def remember_memory(self, available: int | None, guard_lowest: int | None, now: float) -> None:
-        """`guard_lowest`: the lowest that the guard has ever seen; it looks far more often than we do."""
-        known = [available] if available is not None else []
-        if guard_lowest is not None:
-            known += [guard_lowest] if self._guard_lowest is not None and guard_lowest < self._guard_lowest else []
-            self._guard_lowest = guard_lowest
-        if known:
-            self._available.append((now, min(known)))
-        while self._available and now - self._available[0][0] > MEMORY_SECONDS:
-            self._available.popleft()
+        """Keeps those that are of this engine."""
+        self.lines.extend(self.clues.ours(lines))
 
     @property
     def engine_version(self) -> str | None:
@@ -229,18 +167,13 @@ class Generation:
         self.exit_status = self.launched.process.poll()
         self.reading = reading
         self.turns.observe(reading, now)
-        if oom_kills is not None:
-            if self._oom_kills is not None and oom_kills > self._oom_kills:
-                self._oom_monotonic = now
-            self._oom_kills = oom_kills
         for rank in (*reading.ranks, *reading.dead_ranks):
             self._meet(rank)
         if self.lost_role is None and reading.dead_ranks:
             self.lost_role = min((rank.role for rank in reading.dead_ranks), key=_by_weight)
         self.known = {self.launched.main, *self._hellos, *(process.id for process in reading.processes)}
-        self._pids |= {process.pid for process in self.known}
+        self.clues.observe(reading, (process.pid for process in self.known), oom_kills, now)
         self._on_device |= {rank.id.pid for rank in reading.ranks if rank.device is not None}
-        self._devices |= {device for rank in reading.ranks if (device := kernel.device(f"PCI:{rank.device}")) is not None}
         self.traces.look([process.id.pid for process in reading.processes if process.state != "D"],
                          [rank.device for rank in reading.ranks if rank.device is not None], now)
         if "headroom" in self.spec.hooks:
@@ -251,16 +184,8 @@ class Generation:
         seen = (len(reading.processes), len(reading.ranks), sum(process.rss_bytes for process in reading.processes))
         if seen[:2] != self._seen[:2] or seen[2] > self._seen[2] + _PROGRESS_BYTES:
             self.progress, self._seen = now, seen
-        if self.hurt and self._hurt_monotonic is None:
-            self._hurt_monotonic = now
-
-    def width_now(self, now: float) -> int:
-        """Keys of the prefill under way, as far as the steps tell; 0 when there was none lately."""
-        return self.prefill_width if now - self._prefill_monotonic < WIDTH_SECONDS else 0
-
-    def evidence(self, now: float) -> tuple[Evidence, ...]:
-        """What its steps tell of memory, rank by rank."""
-        return tuple(peaks.evidence(now) for _, peaks in sorted(self._peaks.items()))
+        if self.hurt:
+            self.clues.hurt(now)
 
     def note_traces(self) -> None:
         """Of all but those in state D: to read their maps may wait for a lock that they hold in a driver."""
@@ -332,11 +257,8 @@ class Generation:
     def post_mortem(self, starting: bool) -> Diagnosis:
         """What all lines and the end of the process that ended first say."""
         role = self.lost_role or "main"
-        hurt, oom = self._hurt_monotonic, self._oom_monotonic
-        oom_killed = hurt is not None and oom is not None and hurt - oom < OOM_SECONDS
-        lowest = min((available for _, available in self._available), default=None)
-        ended = diagnose.ExitInfo(self.exit_status if role == "main" else None, starting, role, oom_killed,
-                                  frozenset(self._pids), lowest)
+        ended = diagnose.ExitInfo(self.exit_status if role == "main" else None, starting, role, self.clues.oom_killed,
+                                  frozenset(self.clues.pids), self.clues.lowest_bytes)
         return self._explained(diagnose.diagnose(self.spec.engine, tuple(self.lines), ended))
 
     # --- for the loop -------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Starts one generation of a worker: its run directory, its environment, its processes' session. No policy."""
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -10,12 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightrank.adapter import INJECT, pages, wire
+from tightrank.errors import CAUSES
 from tightrank.logs import Pipe
 from tightrank.readers.process import read_process
 from tightrank.readers.ranks import RecordSocket
-from tightrank.records import ProcessId, WorkerSpec
+from tightrank.records import Diagnosis, ProcessId, WorkerSpec
 
 OOM_SCORE_ADJ = 500          # the kernel's OOM killer takes an engine before the daemon, the guard or sshd
+_CAUSES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("disk-full", "`df -h` and `df -i`: the disk of the state directory")),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), ("open-files-limit", "a higher limit: `ulimit -n 65536`, LimitNOFILE= of the "
+                                                   "unit, docker --ulimit nofile=65536:65536")),
+    errno.EAGAIN: ("process-limit", "a higher limit: `ulimit -u`, TasksMax= of the unit, docker --pids-limit")}
 _EXEC = Path(__file__).with_name("exec_engine.py")
 
 
@@ -86,3 +93,9 @@ def forget_older(run_directory: Path, worker: str, generation: int, keep: int = 
         number = path.name.removeprefix(f"{worker}-")
         if number.isdigit() and int(number) < generation - keep:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def failed(error: OSError) -> Diagnosis:
+    """Why `spawn` raised it."""
+    cause, change = _CAUSES.get(error.errno or 0, ("spawn-failed", "look at the path, and at the limits of this user"))
+    return Diagnosis(cause, f"the engine could not be started: {error}", (), change, CAUSES[cause].restart_helps)

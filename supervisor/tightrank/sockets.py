@@ -2,9 +2,20 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 
 import uvicorn
+
+DESCRIPTORS = 1 << 16              # as many as we may have: HTTP clients must not take those that readings need
+
+
+def raise_descriptors() -> None:
+    """As many as DESCRIPTORS for this process, where the hard limit lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import ceil
 
-from tightrank import __version__
+from tightrank import __version__, engines
 from tightrank.adapter import line
 from tightrank.auto import Aim
 from tightrank.decide import Policy, missing_hooks
@@ -15,7 +15,7 @@ from tightrank.plan.line import DEFAULT_MAXIMUM
 from tightrank.plan.pace import Pace
 from tightrank.records import LevelStatus, LineSpec, Phase, Shed, Snapshot, Status, WorkerReading, WorkerStatus
 from tightrank.watch import tightest
-from tightrank.worker import Worker, hook_roles
+from tightrank.worker import Worker
 
 
 def build(name: str, started_unix: float, snapshot: Snapshot, workers: Sequence[Worker], policy: Policy,
@@ -45,11 +45,11 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy, aim: Aim | None)
         host=spec.host, port=spec.port, restarts=worker.restarts, next_start_unix=next_start,
         diagnosis=worker.diagnosis, line=_line(spec.line, reading),
         line_budget=min(_facts(reading, "line_budget"), default=spec.line.budget) if spec.line else None,
-        over_line_steps=run.over_line_steps if run else 0, line_auto=asdict(aim) if aim else None,
+        over_line_steps=run.prefills.over_line_steps if run else 0, line_auto=asdict(aim) if aim else None,
         context_tokens=spec.context_tokens, ranks=reading.ranks,
         processes=reading.processes, hooks_wanted=tuple(spec.hooks), log_tail=worker.tail(),
         served_model=spec.served_model, address=spec.address, transfer_port=spec.transfer_port,
-        longest_step_seconds=run.longest_step_seconds if run else None, drains=worker.drains,
+        longest_step_seconds=run.prefills.longest_seconds if run else None, drains=worker.drains,
         headroom=run.headroom if run else None, shed=_shed(run, pace, snapshot.monotonic) if run else None,
         aborts=run.aborts if run else 0, abort_why=run.abort_why if run else "", bundle=worker.bundle,
         pace=asdict(pace) if pace else None, comparisons=worker.comparisons)
@@ -65,7 +65,7 @@ def _shed(run: Generation, pace: Pace | None, now: float) -> Shed | None:
     """What is refused now. Memory comes back when the prefill under way has ended, and the level goes back a pause later."""
     if run.shed is None or pace is None:
         return run.shed
-    seconds = _under_way_seconds(run, pace, run.width_now(now))
+    seconds = _under_way_seconds(run, pace, run.prefills.width_now(now))
     return replace(run.shed, retry_after_seconds=run.shed.retry_after_seconds + ceil(seconds))
 
 
@@ -127,5 +127,5 @@ def _starting(worker: Worker, reading: WorkerReading) -> str:
     if run.result is not None and run.result.why and run.healthy_since is not None:
         parts.append(run.result.why)
     if run.healthy_since is not None:
-        parts += [f"hook {hook}: {found}" for hook, found in missing_hooks(hook_roles(worker.template), reading.ranks)]
+        parts += [f"hook {hook}: {found}" for hook, found in missing_hooks(engines.hook_roles(worker.template), reading.ranks)]
     return "; ".join(parts)

@@ -50,10 +50,10 @@ class Given:
 
 def cases(config: Config, specs: Sequence[WorkerSpec], inputs: Inputs, facts: Facts, given: Given | None) -> list[Case]:
     """One for each worker. Raises ConfigError for memory that is no size."""
-    release = _release(specs[0], inputs.environment)              # one engine for all workers
-    on_cpu = [devices.on_cpu(spec, inputs.environment, release or "") for spec in specs]
+    engine_release = release(specs[0], inputs.environment)              # one engine for all workers
+    on_cpu = [devices.on_cpu(spec, inputs.environment, engine_release or "") for spec in specs]
     sharing = sum(devices.local_ranks(spec) for spec, cpu in zip(specs, on_cpu, strict=True) if cpu or facts.devices.unified)
-    store = Calibration(facts.state / "calibration.json", breaker.facts(facts.host, release))
+    store = Calibration(facts.state / "calibration.json", breaker.facts(facts.host, engine_release))
     found = []
     for spec, cpu in zip(specs, on_cpu, strict=True):
         measured = store.nearest(store.identity(spec, ""))
@@ -69,7 +69,8 @@ def expecting(config: Config, specs: Sequence[WorkerSpec], inputs: Inputs) -> tu
     return tuple(replace(case.spec, predicted=predicted(memory_plan(case))) for case in found)
 
 
-def _release(spec: WorkerSpec, environment: Mapping[str, str]) -> str | None:
+def release(spec: WorkerSpec, environment: Mapping[str, str]) -> str | None:
+    """Of the engine, as it is installed where `spec` runs it; None where that cannot be told."""
     path = {**environment, **spec.env}.get("PATH", os.defpath)
     return installed.release(spec.argv, engines.get(spec.engine).distribution, path)
 

@@ -5,20 +5,18 @@
 """
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightrank import act, engines, launch, stacks
-from tightrank.adapter import wire
+from tightrank import engines, launch
 from tightrank.breaker import Breaker
 from tightrank.calibration import Account, measured, sentence
 from tightrank.calibration.store import Calibration
 from tightrank.decide import RESTARTS, STEADY_SECONDS
-from tightrank.errors import CAUSES
+from tightrank.ending import End
 from tightrank.generation import Generation
 from tightrank.hygiene import Rules
 from tightrank.plan import for_generation
@@ -45,11 +43,6 @@ from tightrank.watch import Watched
 if TYPE_CHECKING:
     from tightrank_adapter import wire as wire_types
 
-_SPAWN_CAUSES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("disk-full", "`df -h` and `df -i`: the disk of the state directory")),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), ("open-files-limit", "a higher limit: `ulimit -n 65536`, LimitNOFILE= of the "
-                                                   "unit, docker --ulimit nofile=65536:65536")),
-    errno.EAGAIN: ("process-limit", "a higher limit: `ulimit -u`, TasksMax= of the unit, docker --pids-limit")}
 _VAGUE = ("rank-died", "engine-exited", "unknown")     # a later line may name what was behind them
 
 
@@ -83,17 +76,15 @@ class Worker:
         self.diagnosis = before.diagnosis
         self.run: Generation | None = None
         self._failures = before.failures   # in a row
-        self._ending: act.Ending | None = None
-        self._dump: stacks.Dump | None = None
+        self._end: End | None = None
         self._account: Account | None = None    # of what was measured in this generation, once it is up
-        self._gone = self._ended = False   # the tree; the tree, and its last words are read
+        self._unspawned = False            # there is nothing to end
         self._restart_wanted = False
         self._failed_at_start = False
         self._requests: list[Request] = []
         self._around = around
         self._events: list[Event] = []
         self._failed: list[Failure] = []
-        self._stacks = ""                  # what became of them
         self.bundle = bundle               # of the last failure, in an earlier daemon too
         self._last_tail: tuple[str, ...] = ()
         if before.diagnosis is not None:
@@ -109,8 +100,8 @@ class Worker:
 
     def hurry(self) -> None:
         """A second SIGTERM: no more patience."""
-        if self._ending is not None:
-            self._ending.hurry()
+        if self._end is not None:
+            self._end.hurry()
 
     def read_pipes(self) -> list[Line]:
         return self.run.read_pipes(self.phase is Phase.STARTING) if self.run else []
@@ -128,7 +119,7 @@ class Worker:
             return
         now = snapshot.monotonic
         self.run.observe(snapshot.workers[self.template.name], snapshot.memory.oom_kills, now)
-        self.run.remember_memory(snapshot.memory.available_bytes, snapshot.guard.get("lowest_available_bytes"), now)
+        self.run.clues.remember_memory(snapshot.memory.available_bytes, snapshot.guard.get("lowest_available_bytes"), now)
         if self.phase is Phase.STARTING:
             self.run.step_probe(self._around.prober, now)
         elif self.phase in (Phase.UP, Phase.DRAINING):
@@ -144,7 +135,8 @@ class Worker:
             store = self._around.calibration
             self._account = Account(store, store.identity(self.template, self._key), self.template.predicted)
         line = self.template.line
-        found = measured(reading, self.run.meter.pace, self._account.fresh, self.run.evidence(now), line.budget if line else 0)
+        found = measured(reading, self.run.prefills.meter.pace, self._account.fresh, self.run.prefills.evidence(now),
+                         line.budget if line else 0)
         for row in self._account.step(found, now):
             self._say("calibration", f"expected and measured disagree: {sentence(row)}",
                       {"term": row.term, "predicted": row.predicted, "measured": row.measured, "source": row.source})
@@ -160,17 +152,18 @@ class Worker:
             name=spec.name, engine=spec.engine, role=spec.role, phase=self.phase, generation=self.generation,
             since_monotonic=self.since, started_monotonic=run.started if run else self.since,
             progress_monotonic=run.progress if run else self.since, start_stall_seconds=spec.start_stall_seconds,
-            hooks=tuple(spec.hooks), hook_roles=hook_roles(spec), exit_status=run.exit_status if run else None,
+            hooks=tuple(spec.hooks), hook_roles=engines.hook_roles(spec), exit_status=run.exit_status if run else None,
             proof=run.proof if run else None,
             post_mortem=run.post_mortem(self.phase is Phase.STARTING) if run and run.hurt and running else None,
             fault_since_monotonic=run.fault_since if run else None, probe=run.result if run else None,
             healthy_since_monotonic=run.healthy_since if run else None,
-            guard_stops_at_start=run.guard_stops if run else 0, ended=self._ended,
-            end_trouble=self._ending.trouble(now) if self._ending else None, diagnosis=self.diagnosis,
+            guard_stops_at_start=run.guard_stops if run else 0,
+            ended=self._unspawned or (self._end is not None and self._end.ended),
+            end_trouble=self._end.trouble(now) if self._end else None, diagnosis=self.diagnosis,
             failures_in_row=self._failures, next_start_monotonic=self.next_start, requests=requests,
             restart_wanted=self._restart_wanted, line=spec.line, budget=run.budget if run else None,
-            context_tokens=spec.context_tokens, evidence=run.evidence(now) if run else (),
-            shed=run.shed if run else None, prefill_width=run.width_now(now) if run else 0,
+            context_tokens=spec.context_tokens, evidence=run.prefills.evidence(now) if run else (),
+            shed=run.shed if run else None, prefill_width=run.prefills.width_now(now) if run else 0,
             stall=run.turns.stall if run else None)
 
     def watched(self) -> Watched:
@@ -179,7 +172,7 @@ class Worker:
     @property
     def drains(self) -> bool:
         """Whether it is being ended on request and its engine still serves what it has."""
-        return self._ending is not None and self._ending.drains
+        return self._end is not None and self._end.drains
 
     @property
     def working(self) -> bool:
@@ -194,7 +187,7 @@ class Worker:
     @property
     def pace(self) -> Pace | None:
         """Of its prefill steps; of those of an earlier generation until there are enough."""
-        own = self.run.meter.pace if self.run is not None else None
+        own = self.run.prefills.meter.pace if self.run is not None else None
         return own or (self._account.pace if self._account is not None else None)
 
     @property
@@ -239,17 +232,11 @@ class Worker:
 
     def step_ending(self, table: ProcessTable, now: float) -> None:
         """Goes on ending the tree. The diagnosis may grow clearer with the lines that still come."""
-        if self._ending is None or self.run is None:
+        if self._end is None or self.run is None:
             return
-        if self._dump is not None and self._dump.step(now):
-            self._stacks = self._dump.sentence
-            self._say("cause", self._stacks, {"cause": self.diagnosis.cause if self.diagnosis else None})
-            self._dump = None
-            self._ending.patience_seconds = 0.0      # it was for the stacks; hygiene takes the time that it needs
-        gone = self._ending.step(now, table, tuple(self.run.known))
-        # One tick more than needed: what it printed last may still be in the pipe, and may say why it ended.
-        self._gone, self._ended = gone, gone and self._gone
-        if gone and self.diagnosis is not None and self.diagnosis.cause in _VAGUE:
+        if told := self._end.step(table, now):
+            self._say("cause", told, {"cause": self.diagnosis.cause if self.diagnosis else None})
+        if self._end.gone and self.diagnosis is not None and self.diagnosis.cause in _VAGUE:
             better = self.run.post_mortem(self._failed_at_start)
             if better.cause not in _VAGUE:
                 self._blame(better)
@@ -268,8 +255,8 @@ class Worker:
                                   self._around.hygiene)
         except OSError as error:
             self._count_failure()
-            self._blame(_spawn_failed(error))
-            self._ended = True             # there is nothing to end: whether and when to try again is decided as always
+            self._blame(launch.failed(error))
+            self._unspawned = True         # whether and when to try again is decided as always
             self._enter(Phase.STOPPING, now)
             return
         self.diagnosis = None
@@ -280,7 +267,7 @@ class Worker:
         assert self.run is not None
         if self.phase is Phase.STARTING:
             self.run.turns.forget_steps()
-            self.run.meter.forget()
+            self.run.prefills.meter.forget()
         self.run.note_traces()             # all its processes are there now; from here on we look seldom
         self._enter(Phase.UP, now)
 
@@ -289,20 +276,12 @@ class Worker:
 
     def _stop(self, decision: Decision, now: float) -> None:
         assert self.run is not None
-        on_request = decision.diagnosis is None
         if decision.diagnosis is not None:
             self._count_failure()
             self._blame(decision.diagnosis)
         self._restart_wanted = decision.reason in RESTARTS
         self._failed_at_start = self.phase is Phase.STARTING
-        spec = self.run.spec
-        patience = spec.drain_seconds if on_request else act.EVIDENCE_SECONDS
-        if decision.diagnosis is not None and decision.diagnosis.cause in stacks.WANTED and self.run.reading is not None:
-            self._dump = stacks.Dump(Path(spec.run_directory), self.run.reading.ranks, now)
-            patience = stacks.ALL_SECONDS
-        self.run.note_traces()
-        self._ending = act.Ending(self.run.launched.main, spec.listens(), now, patience, on_request, self.run.traces)
-        self._gone = self._ended = False
+        self._end = End(self.run, decision.diagnosis.cause if decision.diagnosis else None, now)
         self._enter(Phase.STOPPING, now)
 
     def _back_off(self, decision: Decision, now: float) -> None:
@@ -341,13 +320,11 @@ class Worker:
             run = self.run
             self._failed.append(Failure(
                 self.template.name, self.generation, time.time(), self.diagnosis, run.engine_version if run else None,
-                tuple(run.lines) if run else (), run.spec.run_directory if run else "", self._stacks))
-        self._stacks = ""
-        if self._ending is not None:
-            self.forced_end = self._ending.forced
-        if self._dump is not None:
-            self._dump.close()
-        self._ending, self._ended, self.next_start, self._dump = None, False, None, None
+                tuple(run.lines) if run else (), run.spec.run_directory if run else "", self._end.stacks if self._end else ""))
+        if self._end is not None:
+            self.forced_end = self._end.forced
+            self._end.close()
+        self._end, self._unspawned, self.next_start = None, False, None
         if self.run is not None:
             self._last_tail = self.run.tail()
             self.run.close()
@@ -374,15 +351,3 @@ class Worker:
 
     def _say(self, kind: str, sentence: str, data: Mapping[str, object]) -> None:
         self._events.append(Event(time.time(), kind, self.template.name, self.generation, sentence, data))
-
-
-def hook_roles(spec: WorkerSpec) -> tuple[tuple[str, str, int], ...]:
-    """(hook, role, processes) of every wanted hook: where it must be in force."""
-    counts = {expected.role: expected.least for expected in engines.get(spec.engine).processes(spec)}
-    return tuple((hook, role, counts[role])
-                 for hook in spec.hooks for role in wire.HOOK_ROLES[spec.engine].get(hook, ()))
-
-
-def _spawn_failed(error: OSError) -> Diagnosis:
-    cause, change = _SPAWN_CAUSES.get(error.errno or 0, ("spawn-failed", "look at the path, and at the limits of this user"))
-    return Diagnosis(cause, f"the engine could not be started: {error}", (), change, CAUSES[cause].restart_helps)

@@ -94,7 +94,7 @@ def test_one_rank_of_a_group_tells_the_pace(tmp_path: Path, monkeypatch: pytest.
                            [[64 * (at % 20), 64]]) for at in range(40) for number in range(2)]
         monkeypatch.setattr(generation.launched.records, "receive", lambda *_: steps)
         generation.receive()
-        assert sum(map(len, generation.meter._cells.values())) <= samples and generation.meter._new == samples
+        assert sum(map(len, generation.prefills.meter._cells.values())) <= samples and generation.prefills.meter._new == samples
     finally:
         generation.launched.process.kill()
         generation.launched.process.wait()

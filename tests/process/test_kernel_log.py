@@ -85,11 +85,11 @@ def test_a_generation_keeps_what_is_about_its_own_processes(generation: Generati
 
 def test_a_generation_remembers_the_memory_of_the_last_minute(generation: Generation) -> None:
     now = time.monotonic()
-    generation.remember_memory(1 << 20, None, now - 70)      # too long ago
-    generation.remember_memory(9 << 30, 5 << 30, now - 1)
-    generation.remember_memory(None, 5 << 30, now)           # the guard's lowest is an old one
+    generation.clues.remember_memory(1 << 20, None, now - 70)      # too long ago
+    generation.clues.remember_memory(9 << 30, 5 << 30, now - 1)
+    generation.clues.remember_memory(None, 5 << 30, now)           # the guard's lowest is an old one
     killed(generation)
     assert generation.post_mortem(True).cause == "unknown"
-    generation.remember_memory(8 << 30, 90 << 20, now)       # it fell between two looks of ours
+    generation.clues.remember_memory(8 << 30, 90 << 20, now)       # it fell between two looks of ours
     found = generation.post_mortem(True)
     assert (found.cause, found.confidence, found.numbers) == ("killed-by-oom", "likely", {"lowest_available_bytes": 90 << 20})

@@ -15,13 +15,14 @@ PACKAGE = SUPERVISOR / "tightrank"
 GUARD = PACKAGE / "guard"
 # A module imports from lower layers and from its own package only. Each name is a file or package under tightrank/.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("records", "errors", "adapter", "sockets", "least_squares", "__init__"),
-    ("config",),
+    ("records", "errors", "adapter", "sockets", "least_squares", "bell", "__init__"),
+    ("config", "numbering"),
     ("engines", "host", "inputs", "logs", "gateway", "hang", "auto", "verify"),
     ("readers",),
-    ("plan", "diagnose", "decide", "levels", "watch", "launch", "admission", "breaker", "hygiene"),
-    ("check", "act", "calibration"),
-    ("generation", "stacks", "survey"),
+    ("plan", "diagnose", "decide", "levels", "watch", "launch", "admission", "breaker", "hygiene", "clues"),
+    ("check", "act", "calibration", "prefills"),
+    ("generation", "stacks", "survey", "leftovers"),
+    ("ending",),
     ("worker",),
     ("status", "report"),
     ("metrics", "edge", "bundle"),

@@ -18,7 +18,7 @@ SHED = Shed(2048, 30, "memory is short")
 def run(width: int, context: int | None = 131_072, line: LineSpec | None = LINE, shed: Shed | None = SHED) -> Any:
     """A generation whose last prefill step had `width` keys."""
     return SimpleNamespace(shed=shed, budget=None, spec=SimpleNamespace(context_tokens=context, line=line),
-                           width_now=lambda now: width)
+                           prefills=SimpleNamespace(width_now=lambda now: width))
 
 
 @pytest.mark.parametrize(("width", "context", "rest"), [
