@@ -67,8 +67,9 @@ class RawEngine:
 
     def _listen(self, settings: wire.Settings) -> None:
         wire.write_settings(str(self.directory), settings)
-        self.control = pages.ControlWriter(str(self.directory))
-        self.control.publish(settings.line["budget"])
+        if "line" in settings.hooks:
+            self.control = pages.ControlWriter(str(self.directory))
+            self.control.publish(settings.line["budget"])
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         descriptor = os.open(self.directory, os.O_PATH)
         self._socket.bind(wire.socket_address(str(self.directory), descriptor))
