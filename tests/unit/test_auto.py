@@ -168,6 +168,16 @@ def test_it_is_raised_by_a_quarter_past_what_was_lived_through_and_lowered_at_on
     assert found["w0"].budget == int(5 * GIB // 100 / auto.SPARE)
 
 
+def test_the_sentence_is_of_the_fit_from_its_first_tick_on_though_the_budget_stays() -> None:
+    line = replace(LINE, assumed_pair_bytes=0)
+    found = aim(one(replace(evidence(available=3 * GIB, pair=None, proven=LINE.budget), proven_bytes=GIB), line=line))
+    assert "no fit yet; all that the largest step held" in found["w0"].sentence and found["w0"].budget == LINE.floor_budget
+    fitted = aim(one(evidence(available=3 * GIB, pair=10.0, proven=LINE.budget), line=line), before=found)
+    assert "10 bytes for each (row, key)" in fitted["w0"].sentence and fitted["w0"].budget == LINE.floor_budget
+    again = aim(one(evidence(available=2 * GIB, pair=11.0, proven=LINE.budget), line=line), before=fitted)
+    assert again["w0"].sentence == fitted["w0"].sentence, "it is not told anew for each number that moves"
+
+
 def test_small_raises_are_not_told() -> None:
     assert aim(one(evidence(pair=5 * GIB / (1.01 * LINE.budget), proven=10**12)))["w0"].budget == LINE.budget
 

@@ -139,10 +139,15 @@ def _aim(before: Aim | None, view: WorkerView, line: LineSpec, ranks: Sequence[R
     tightest = min(known, key=lambda rank: rank.pairs or 0)
     most, ideal = line.maximum * (view.context_tokens or UNBOUNDED), tightest.pairs or 0
     budget = _moved(held, ideal, most, line, tightest)
-    binds = budget < most
-    if before is not None and before.budget == budget and before.binds == binds:
+    binds, fitted = budget < most, tightest.pair_bytes is not None
+    if before is not None and (before.budget, before.binds, _fitted(before)) == (budget, binds, fitted):
         return replace(before, ranks=tuple(ranks), tightest_rank=tightest.rank)
     return Aim(view.generation, budget, binds, _sentence(view, line, tightest, budget, most), tightest.rank, tuple(ranks))
+
+
+def _fitted(aim: Aim) -> bool:
+    """Whether its sentence is of a fit."""
+    return any(rank.pair_bytes is not None for rank in aim.ranks if rank.rank == aim.tightest_rank)
 
 
 def _moved(held: int, ideal: int, most: int, line: LineSpec, tightest: RankAim) -> int:
@@ -165,8 +170,12 @@ def _unknown(view: WorkerView, ranks: Sequence[RankAim]) -> str:
 def _sentence(view: WorkerView, line: LineSpec, rank: RankAim, budget: int, most: int) -> str:
     room = (f"rank {rank.rank} is the tightest, with room for {rank.room_bytes / _GIB:.2f} GiB "
             f"({rank.available_bytes / _GIB:.2f} available, {rank.untouched_bytes / _GIB:.2f} of KV not yet written)")
-    made = f"{line.assumed_pair_bytes} bytes for each (row, key) are assumed" if rank.pair_bytes is None else \
-        f"{rank.pair_bytes:.3g} bytes for each (row, key), {rank.row_bytes:,.0f} for each row"
+    if rank.pair_bytes is not None:
+        made = f"{rank.pair_bytes:.3g} bytes for each (row, key), {rank.row_bytes:,.0f} for each row"
+    elif line.assumed_pair_bytes:
+        made = f"{line.assumed_pair_bytes} bytes for each (row, key) are assumed"
+    else:
+        made = f"no fit yet; all that the largest step held, of {rank.proven_pairs:,} token², is taken for its pairs"
     allowed = rank.pairs or 0
     if budget >= most:
         return f"auto: the line does not bind: {made}; {room}; the largest step that can be is {most:,} token²"
