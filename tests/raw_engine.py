@@ -49,6 +49,7 @@ class RawEngine:
                  env: Mapping[str, str] | None = None, python_path: str = "") -> None:
         self.directory, self.port = directory, port
         self.records: list[Any] = []
+        self.control: pages.ControlWriter | None = None
         directory.mkdir(mode=0o700)
         environment = {key: value for key, value in os.environ.items() if key not in ADAPTER_VARIABLES}
         path = [python_path] if python_path else []
@@ -143,4 +144,5 @@ class RawEngine:
         wait_until(lambda: not session_pids(self.process.pid), 30, "the session is gone")
         if hasattr(self, "_socket"):
             self._socket.close()
-            self.control.close()
+            if self.control is not None:
+                self.control.close()

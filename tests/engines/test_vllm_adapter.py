@@ -180,6 +180,7 @@ def test_a_budget_cut_in_the_middle_of_a_prompt_takes_effect_and_the_prompt_ends
     asking.start()
     try:
         wait_until(lambda: len(steered.steps()) > before, 60, "the first chunk")
+        assert steered.control is not None
         steered.control.publish(BUDGET // 10)
         asking.join(120)
         assert steered.hello("engine-core").facts["line_budget"] == BUDGET // 10
