@@ -35,7 +35,7 @@ class Bell:
             pass
 
     def poll(self, descriptors: Iterable[int]) -> select.poll:
-        """For `heard`: of one wait, whose descriptors stay."""
+        """What `heard` waits for: the bell and `descriptors`."""
         found = select.poll()
         for descriptor in (self._read, *descriptors):
             found.register(descriptor, select.POLLIN)
@@ -43,7 +43,7 @@ class Bell:
 
 
 def heard(poll: select.poll, seconds: float) -> bool:
-    """Whether something has come within `seconds`, and what comes with it."""
+    """Whether something comes within `seconds`; what comes with it has then come too."""
     if not poll.poll(seconds * 1000):
         return False
     time.sleep(COALESCE_SECONDS)

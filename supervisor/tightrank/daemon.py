@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -37,7 +36,7 @@ from tightrank.bundle.keeper import Keeper
 from tightrank.calibration.store import Calibration
 from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
-from tightrank.errors import CAUSES, EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, EXIT_UNAVAILABLE, ConfigError
+from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, ConfigError, exit_code
 from tightrank.levels.ladder import Sample, close
 from tightrank.logs import Sink
 from tightrank.numbering import Generations
@@ -102,7 +101,7 @@ class Daemon:
 
     def run(self) -> int:
         """Serves until it is told to stop. Returns the exit code."""
-        listening = _bind(self.config.http.host, self.config.http.port)
+        listening = serve.listen(self.config.http.host, self.config.http.port)
         self._signals()
         sockets.raise_descriptors()
         self._say("daemon", f"daemon started (pid {os.getpid()})")
@@ -245,13 +244,8 @@ class Daemon:
         if self.orphaned:
             return EXIT_TEMPORARY
         self._say("daemon", "daemon ended")
-        codes = {CAUSES[worker.diagnosis.cause].exit_code for worker in self.workers
-                 if worker.phase is Phase.FAILED and worker.diagnosis is not None}
-        if self.config.on_failed == "exit" and codes:
-            return max(codes - {EXIT_TEMPORARY}, default=EXIT_TEMPORARY)
-        if any(worker.forced_end for worker in self.workers):
-            return EXIT_TEMPORARY
-        return EXIT_UNAVAILABLE if codes else 0
+        failed = [each.diagnosis.cause for each in self.workers if each.phase is Phase.FAILED and each.diagnosis is not None]
+        return exit_code(failed, any(worker.forced_end for worker in self.workers), self.config.on_failed == "exit")
 
     # --- small things -------------------------------------------------------------------------------------------------
 
@@ -296,14 +290,6 @@ def _pause_seconds(worker: Worker) -> float:
     if worker.phase in _MOVING or worker.suspect:
         return BUSY_SECONDS
     return WORK_SECONDS if worker.working else CALM_SECONDS
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        return sockets.bind(host, port)
-    except OSError as error:
-        raise ConfigError(f"http.host, http.port: {host}:{port} cannot be listened on ({error.strerror}); give another port",
-                          cause="port-taken") from None
 
 
 def _last_words(error: Exception) -> None:

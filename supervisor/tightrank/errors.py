@@ -1,6 +1,7 @@
 """Cause IDs and exit codes. An ID is never renamed: metrics, journals and runbooks are keyed by it. Imports nothing of ours."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,6 +105,17 @@ _ALL = (
     Cause("unknown", "The engine ended and nothing it printed says why.", True),
 )
 CAUSES = {cause.id: cause for cause in _ALL}
+
+
+def exit_code(failed: Sequence[str], forced: bool, told: bool) -> int:
+    """Of a supervisor that ends while workers have failed for good by these causes. `forced`: a drain did not end in time;
+    `told`: whoever runs it is to know the kind (`on_failed: exit`); what no restart can fix goes before what one may."""
+    codes = {CAUSES[cause].exit_code for cause in failed}
+    if told and codes:
+        return max(codes - {EXIT_TEMPORARY}, default=EXIT_TEMPORARY)
+    if forced:
+        return EXIT_TEMPORARY
+    return EXIT_UNAVAILABLE if codes else 0
 
 
 class ConfigError(Exception):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightrank import diagnose, engines, launch
+from tightrank import diagnose, engines, launch, plan
 from tightrank.adapter import wire
 from tightrank.clues import Clues
 from tightrank.config.flags import MASK
@@ -19,7 +19,6 @@ from tightrank.diagnose import headroom
 from tightrank.hang import Turns
 from tightrank.hygiene import Rules, Traces
 from tightrank.logs import RING_LINES
-from tightrank.plan import masked
 from tightrank.prefills import Prefills
 from tightrank.readers.engine_http import Prober
 from tightrank.readers.ranks import RankReader
@@ -47,7 +46,6 @@ _WAITS = re.compile(r"No available shared memory broadcast block|[Ww]aiting for 
 _COMPUTING = ("worker", "runner", "scheduler", "engine-core")
 TAIL_LINES = 40
 BUDGET_SECONDS = 1.0               # between two requests with the same budget; a rank says it with its next look
-_SECRET_CHARACTERS = 4             # a shorter one would mask half of what the engine says
 
 Say = Callable[[str, str, Mapping[str, object]], None]
 
@@ -96,7 +94,7 @@ class Generation:
         self._hellos: dict[ProcessId, int] = {}      # pidfd of each process that said hello; -1 once it has ended
         self._faults: set[tuple[int, str, str]] = set()
         self._problems: set[str] = set()
-        self._secrets = secrets(spec)
+        self._secrets = plan.secrets(spec)
         self._say = say
 
     # --- what the engine says -----------------------------------------------------------------------------------------
@@ -284,15 +282,6 @@ class Generation:
         for descriptor in (self.launched.descriptor, *self._hellos.values()):
             if descriptor >= 0:
                 os.close(descriptor)
-
-
-def secrets(spec: WorkerSpec) -> tuple[str, ...]:
-    """Keys of the engine, on its command line or in a file, longest first."""
-    argv, _ = masked(spec)
-    found = {given.removeprefix(shown.removesuffix(MASK)) for given, shown in zip(spec.argv, argv, strict=True)
-             if given != shown}
-    found |= {spec.api_key} if spec.api_key else set()
-    return tuple(sorted((each for each in found if len(each) >= _SECRET_CHARACTERS), key=len, reverse=True))
 
 
 def _by_weight(role: str) -> int:

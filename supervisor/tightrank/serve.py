@@ -7,8 +7,18 @@ import threading
 import uvicorn
 from fastapi import FastAPI
 
+from tightrank import sockets
 from tightrank.edge import Connection
-from tightrank.sockets import QuietServer
+from tightrank.errors import ConfigError
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """For `Server`. Raises ConfigError."""
+    try:
+        return sockets.bind(host, port)
+    except OSError as error:
+        raise ConfigError(f"http.host, http.port: {host}:{port} cannot be listened on ({error.strerror}); give another port",
+                          cause="port-taken") from None
 
 
 class Server:
@@ -17,7 +27,7 @@ class Server:
     def __init__(self, app: FastAPI, listening: socket.socket) -> None:
         config = uvicorn.Config(app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_level="warning",
                                 access_log=False, server_header=False, date_header=False, timeout_graceful_shutdown=1)
-        self._server = QuietServer(config)
+        self._server = sockets.QuietServer(config)
         self._thread = threading.Thread(target=self._server.run, args=([listening],), name="http", daemon=True)
         self._thread.start()
 

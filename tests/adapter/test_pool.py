@@ -141,5 +141,5 @@ def test_a_rank_tells_whether_its_device_uses_the_hosts_memory(monkeypatch: pyte
     assert rank._facts == {"memory_shared": integrated}
     for garbage in (None, "5", True, 0.0, float("nan"), float("inf")):
         rank.weights(garbage)
-    rank.weights(2.5 * (1 << 30))
+    rank.weights(2.5, 1 << 30)
     assert rank._facts.get("weights_bytes") == (None if integrated else 5 << 29), "others use the host's memory meanwhile"

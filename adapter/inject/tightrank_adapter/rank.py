@@ -104,13 +104,13 @@ def locate(index: int) -> None:
         _write()
 
 
-def weights(measured_bytes: Any) -> None:
+def weights(measured: Any, unit_bytes: int = 1) -> None:
     """The fact "weights_bytes": what the engine saw go from this rank's device as the model was loaded. Not told where that is
-    the host's memory, which others take and give back meanwhile."""
+    the host's memory, which others take and give back meanwhile, nor where `measured` is no such number."""
     me = _mine()
     own = me is not None and me.identity.get("device") is not None and not _facts.get("memory_shared")
-    if own and type(measured_bytes) in (int, float) and 0 < measured_bytes < float("inf"):
-        fact("weights_bytes", int(measured_bytes))
+    if own and type(measured) in (int, float) and 0 < measured < float("inf"):
+        fact("weights_bytes", int(measured * unit_bytes))
 
 
 def hook(name: str, state: str, wanted: str = "", found: str = "") -> None:

@@ -2,17 +2,15 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from tightrank.config import Config
-from tightrank.config.flags import MASK, without_secrets
+from tightrank.config import Config, flags
+from tightrank.config.flags import MASK
 from tightrank.plan import is_secret
 
 _KEY_CHARACTERS = 4          # of a key that somebody gave as one; a shorter one would mask half of what there is to read
 _ENV_CHARACTERS = 6          # of a variable whose name sounds like one
-_OF_URL = re.compile(r"://([^/@\s:]+:[^/@\s]+)@")     # HTTPS_PROXY=http://user:password@proxy
 _NO_SECRETS = ("enabled", "disabled", "default", "required")
 
 
@@ -21,11 +19,10 @@ def known(config: Config, environment: Mapping[str, str]) -> Iterator[str]:
     paths = [config.http.token_file, config.gateway.engine_key_file, *(worker.api_key_file for worker in config.workers)]
     yield from (text for path in paths if path and len(text := _read(path)) >= _KEY_CHARACTERS)
     for args in (config.command, *(worker.args for worker in config.workers)):
-        yield from (text for text in _hidden(args) if len(text) >= _KEY_CHARACTERS)
-        yield from (found[1] for text in args for found in _OF_URL.finditer(text))
+        yield from (text for text in flags.secret_values(args) if len(text) >= _KEY_CHARACTERS)
     for variables in (environment, *(worker.env for worker in config.workers)):
         yield from (text for name, text in variables.items() if is_secret(name) and _may_be_secret(text))
-        yield from (found[1] for text in variables.values() for found in _OF_URL.finditer(text))
+        yield from (found for text in variables.values() for found in flags.passwords(text))
 
 
 def _read(path: str) -> str:
@@ -33,11 +30,6 @@ def _read(path: str) -> str:
         return Path(path).read_text(errors="replace").strip()
     except OSError:
         return ""                          # what we cannot read is in nothing that we write
-
-
-def _hidden(args: Sequence[str]) -> list[str]:
-    return [given.removeprefix(shown.removesuffix(MASK)) for given, shown in zip(args, without_secrets(args), strict=True)
-            if given != shown]
 
 
 def _may_be_secret(text: str) -> bool:

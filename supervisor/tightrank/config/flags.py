@@ -5,7 +5,8 @@ win; vLLM and ATOM take _ for - (ATOM up to v0.1.6-rc0 knows each flag in one sp
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 FLAGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm": {
@@ -61,6 +62,7 @@ OWN_KEYS = {"model": "model", "served_model": "served_model", "host": "workers[]
 
 
 MASK = "***"
+USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")     # HTTPS_PROXY=http://user:password@proxy
 _SECRETS = ("--api-key", "--admin-api-key", "--hf-token", "--ssl-keyfile-password")
 
 
@@ -81,6 +83,19 @@ def without_secrets(args: Sequence[str]) -> tuple[str, ...]:
         else:
             shown.append(MASK if hidden else argument)
     return tuple(shown)
+
+
+def secret_values(args: Sequence[str]) -> Iterator[str]:
+    """The values that `without_secrets` hides, and the users with passwords of URLs."""
+    for given, shown in zip(args, without_secrets(args), strict=True):
+        if given != shown:
+            yield given.removeprefix(shown.removesuffix(MASK))
+        yield from passwords(given)
+
+
+def passwords(text: str) -> Iterator[str]:
+    """The users with their passwords of all URLs in `text`; a user alone is no secret."""
+    yield from (found[0] for found in USER_OF_URL.finditer(text) if ":" in found[0])
 
 
 def names(args: Sequence[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from tightrank import engines
 from tightrank.adapter import wire
 from tightrank.config import Config, Worker
-from tightrank.config.flags import FLAGS, MASK, OWN_KEYS, has, names, value, without_secrets
+from tightrank.config.flags import FLAGS, MASK, OWN_KEYS, USER_OF_URL, has, names, secret_values, value, without_secrets
 from tightrank.config.units import format_size
 from tightrank.engines.base import Engine, Wish, number
 from tightrank.host import HostFacts
@@ -22,8 +22,8 @@ from tightrank.plan.workspaces import reserved
 from tightrank.records import WorkerSpec
 
 PLUGIN = "tightrank"     # the adapter's entry point in both engines' plugin groups
+_SECRET_CHARACTERS = 4   # a shorter one would mask half of what the engine says
 _SECRET = re.compile(r"(?i)key|token|secret|passw|passphrase|credential|auth")
-_USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def build(config: Config, host: HostFacts, inputs: Inputs) -> tuple[WorkerSpec, ...]:
@@ -165,12 +165,18 @@ def masked(spec: WorkerSpec) -> tuple[tuple[str, ...], dict[str, str]]:
     return masked_arguments(spec.argv), masked_environment(spec.env)
 
 
+def secrets(spec: WorkerSpec) -> tuple[str, ...]:
+    """Keys of the engine, on its command line or in a file, longest first."""
+    found = {*secret_values(spec.argv), spec.api_key or ""}
+    return tuple(sorted((each for each in found if len(each) >= _SECRET_CHARACTERS), key=len, reverse=True))
+
+
 def masked_arguments(args: Sequence[str]) -> tuple[str, ...]:
-    return tuple(_USER_OF_URL.sub(MASK, argument) for argument in without_secrets(args))
+    return tuple(USER_OF_URL.sub(MASK, argument) for argument in without_secrets(args))
 
 
 def masked_environment(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: MASK if is_secret(name) else _USER_OF_URL.sub(MASK, text) for name, text in sorted(env.items())}
+    return {name: MASK if is_secret(name) else USER_OF_URL.sub(MASK, text) for name, text in sorted(env.items())}
 
 
 def is_secret(name: str) -> bool:

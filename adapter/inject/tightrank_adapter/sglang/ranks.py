@@ -81,7 +81,7 @@ def _verify(self: Any) -> None:
             raise fault.Missing("%s.%s" % (type(self).__qualname__, name), "an override without the hook")
     rank.locate(self.tp_worker.model_runner.gpu_id)
     rank.fact("kv_tokens", int(self.max_total_num_tokens))
-    rank.weights(getattr(self.tp_worker.model_runner, "weight_load_mem_usage", 0) * _GIB)  # it counts in GiB
+    rank.weights(getattr(self.tp_worker.model_runner, "weight_load_mem_usage", None), _GIB)
     if rank.watches_memory():
         pool.watch(getattr(self.tp_worker.model_runner, "token_to_kv_pool", None))
     rank.hook(HOOK, wire.IN_FORCE)
