@@ -162,6 +162,21 @@ def test_marked_processes_and_port_holders_are_found(tmp_path: Path) -> None:
     assert leftovers.read(tmp_path / "never", []).marked == ()
 
 
+def test_of_a_server_and_its_forks_the_server_is_named() -> None:
+    """A fork that has not yet become another program holds its parent's port for a moment."""
+    port = free_ports(1)[0]
+    text = (f"import os, socket; s = socket.create_server(('127.0.0.1', {port})); forks = [os.fork() for _ in range(3)]; "
+            "all(forks) and print(1, flush=True); input()")
+    process = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
+    try:
+        assert process.stdout is not None and process.stdout.read(1)
+        for _ in range(5):
+            assert [(each[0], each[1]) for each in leftovers._holders({port}) or ()] == [(port, process.pid)]
+    finally:
+        process.communicate(b"\n" * 16)
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from tightrank.records import WorkerSpec
 _RANKS = re.compile(r"VLLM::(EngineCore|Worker)|sglang::(scheduler|detokenizer)")
 # multiprocessing's and NCCL's; those of vLLM's message queues are psm_ too.
 _SEGMENTS = re.compile(r"psm_[0-9a-f]+|nccl-\w+|sem\.mp-\w+|torch_\w+|cuda\.shm\.\S+")
+_LOOKS = 3                             # at who listens, where one of them ends meanwhile
 _INITS = ("systemd", "init", "tini", "docker-init", "dumb-init", "catatonit", "s6-svscan")
 
 
@@ -112,13 +113,33 @@ def _link(path: str) -> str:
 
 
 def _holders(ports: set[int]) -> tuple[tuple[int, int, str], ...] | None:
+    for _ in range(_LOOKS):
+        try:
+            return tuple(sorted(set(_listening(ports))))
+        except psutil.NoSuchProcess:
+            continue                   # one that ended meanwhile: who else has it?
+        except (psutil.Error, OSError):
+            return None
+    return None
+
+
+def _listening(ports: set[int]) -> Iterator[tuple[int, int, str]]:
+    for port, pid in {(found.laddr.port, found.pid) for found in psutil.net_connections("tcp")
+                      if found.status == psutil.CONN_LISTEN and found.laddr}:
+        if pid is not None and port in ports:
+            first = _first(psutil.Process(pid), port)
+            yield port, first.pid, first.name()
+
+
+def _first(holder: psutil.Process, port: int) -> psutil.Process:
+    """The one whose children have it too: a worker, or between its fork and its exec a child that has nothing to do with it."""
+    parent = holder.parent()
     try:
-        listening = {(found.laddr.port, found.pid) for found in psutil.net_connections("tcp")
-                     if found.status == psutil.CONN_LISTEN and found.laddr}
-        return tuple(sorted((port, pid, psutil.Process(pid).name()) for port, pid in listening
-                            if pid is not None and port in ports))
-    except (psutil.Error, OSError):
-        return None
+        shared = parent is not None and any(found.status == psutil.CONN_LISTEN and found.laddr.port == port
+                                            for found in parent.net_connections("tcp"))
+    except psutil.AccessDenied:
+        shared = False
+    return _first(parent, port) if parent is not None and shared else holder
 
 
 def items(facts: LeftoverFacts) -> Iterator[Item]:
