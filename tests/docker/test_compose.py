@@ -13,15 +13,16 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(1500)]
 
 HERE = Path(__file__).parent
 CALM_SECONDS = 20         # a restart by Docker comes within 0.1 s, one by the supervisor within 1 s
-# Fills memory until the kernel has killed something in this container.
+# Fills memory until the kernel has killed something in this container. Pages of a memfd are nobody's resident memory, so the
+# kernel does not take the one that fills them for what it should kill.
 HOG = """
 import os, time
 version_1 = "/sys/fs/cgroup/memory/memory.oom_control"
 path = version_1 if os.path.exists(version_1) else "/sys/fs/cgroup/memory.events"
 kills = lambda: next(int(line.split()[1]) for line in open(path) if line.startswith("oom_kill "))
-before, held = kills(), []
+before, held = kills(), os.memfd_create("hog")
 while kills() == before:
-    held.append(b"x" * (16 << 20))
+    os.write(held, b"x" * (16 << 20))
     time.sleep(0.01)
 """
 

@@ -178,7 +178,9 @@ def test_a_signal_ends_it_with_what_it_has(make: Make, tmp_path: Path, start: St
     deployment = make(args=SLOW, settings=LINE).up()
     deployment.wait_phase("up")
     out = tmp_path / "out"
+    before = signal.signal(number, signal.default_int_handler)     # what runs us in the background may have had SIGINT ignored
     process = start(deployment, "--output", str(out), "--sizes", "16k", *LOW)
+    signal.signal(number, before)
     until_prefilling(deployment, process)
     process.send_signal(number)
     errors = process.communicate(timeout=20)[1]
