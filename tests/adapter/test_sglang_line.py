@@ -22,7 +22,8 @@ class Request(SimpleNamespace):
     """`tokens` long, of which `prefix_len` lie in the device's cache and `host_hit_length` more in the host's."""
 
     def __init__(self, tokens: int, prefix: int = 0, host: int = 0) -> None:
-        super().__init__(full_untruncated_fill_ids=range(tokens), prefix_len=prefix, host_hit_length=host, extend_end=0)
+        super().__init__(full_untruncated_fill_ids=range(tokens), prefix_len=prefix, host_hit_length=host, extend_end=0,
+                         origin_input_ids=range(tokens), output_ids=(), num_matched_prefix_tokens=prefix + host)
 
     @property
     def extend_len(self) -> int:
@@ -34,7 +35,8 @@ class Adder:
 
     def __init__(self, page: int, limit: int, running: list[Any]) -> None:
         self.page, self.rem_chunk_tokens, self.dllm_config = page, limit - len(running), None
-        self.running_batch, self.can_run_list, self.new_chunked_req = SimpleNamespace(reqs=running), [], None
+        self.running_batch = SimpleNamespace(reqs=running, batch_is_full=False)
+        self.can_run_list, self.new_chunked_req, self.window = [], None, limit
 
     def _commit(self, req: Request, new: int) -> None:
         req.extend_end = req.prefix_len + new
@@ -49,17 +51,24 @@ class Adder:
 
     def add_one_req(self, req: Request, has_chunked_req: bool, truncation_align_size: int | None) -> str:
         prefix = req.prefix_len + req.host_hit_length
-        new = len(req.full_untruncated_fill_ids) - prefix
-        unfinished = -(-new // self.page) * self.page > self.rem_chunk_tokens
-        if unfinished:
-            new = (prefix + self.rem_chunk_tokens // self.page * self.page) // self.page * self.page - prefix
-            if new <= 0:
-                return OTHER
+        admission = self._select_prefill_admission(req, has_chunked_req=has_chunked_req)
+        if isinstance(admission, str):
+            return admission
+        if admission.is_chunked:
             assert not has_chunked_req and self.new_chunked_req is None, "a second unfinished prompt"
             self.new_chunked_req = req
         req.prefix_len, req.host_hit_length = prefix, 0
-        self._commit(req, new)
+        self._commit(req, admission.new)
         return self.budget_state()
+
+    def _select_prefill_admission(self, req: Request, *, has_chunked_req: bool) -> Any:
+        """`window` is what sliding-window memory has room for."""
+        prefix = req.prefix_len + req.host_hit_length
+        new, limit = len(req.full_untruncated_fill_ids) - prefix, min(self.rem_chunk_tokens, self.window)
+        unfinished = -(-new // self.page) * self.page > limit
+        if unfinished:
+            new = (prefix + limit // self.page * self.page) // self.page * self.page - prefix
+        return OTHER if new <= 0 else SimpleNamespace(new=new, is_chunked=unfinished)
 
     def budget_state(self) -> str:
         return OTHER if self.rem_chunk_tokens <= 0 else CONTINUE
@@ -80,10 +89,15 @@ class Engine:
                                      AddReqResult=SimpleNamespace(OTHER=OTHER)))
         self.page, self.size, self.scheduler = page, size, scheduler
         self.unfinished: Request | None = None
+        self.window, self.full, self.queue = size, False, SimpleNamespace(waiting_queue=list[Request]())
+        if held is not None:
+            held.scheduler = self.queue
 
     def step(self, waiting: list[Request], running: list[Any] | None = None) -> list[list[int]]:
         """[prefix, new] of the next batch; what was admitted leaves `waiting`."""
         adder = self.adder(self.page, self.size, running or [])
+        adder.window, adder.running_batch.batch_is_full = self.window, self.full
+        self.queue.waiting_queue = waiting
         if self.unfinished is not None:
             self.unfinished.prefix_len = self.unfinished.extend_end
             self.unfinished = adder.add_chunked_req(self.unfinished)
@@ -123,8 +137,8 @@ def test_a_request_that_would_widen_the_batch_over_the_line_waits(monkeypatch: p
     engine = Engine(monkeypatch, held(1_500_000))
     waiting = [Request(300), Request(8_300, 8_000), Request(10)]
     assert engine.step(waiting) == [[0, 300]]
-    assert engine.step(waiting) == [[8_000, 128]], "the schedule at 8000; it is alone in this batch"
-    assert engine.step(waiting)[0] == [8_128, 128]
+    assert engine.step(waiting) == [[8_000, 128], [0, 10]], "the schedule at 8000, and who ends within what the granule leaves"
+    assert engine.step(waiting) == [[8_128, 128]]
 
 
 def test_short_prompts_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +200,51 @@ def test_a_budget_is_taken_out_of_a_control_request(monkeypatch: pytest.MonkeyPa
     assert rules.budget == 5_000
 
 
+def deep(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any] | None = None) -> Engine:
+    """In the middle of a prompt of which the line allows 512 of 1024 rows at a time."""
+    engine = Engine(monkeypatch, held(512 * 30_512), values=values)
+    assert engine.step([Request(60_000, 29_488)]) == [[29_488, 512]]
+    return engine
+
+
+def test_of_a_lowered_chunk_the_prompts_that_wait_get_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, waiting = deep(monkeypatch), [Request(32), Request(100), Request(2_060, 2_000), Request(65)]
+    assert engine.step(waiting) == [[30_000, 256], [0, 32], [0, 100], [2_000, 60]], "64 + 128 + 64 kept; the last wants more"
+    assert engine.step(waiting)[1:] == [[0, 65]]
+    assert engine.step(waiting)[0][1] == 448 and not waiting, "alone again"
+
+
+def test_a_prompt_that_does_not_end_in_half_of_the_chunk_waits_and_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, waiting = deep(monkeypatch), [Request(300), Request(20)]
+    assert engine.step(waiting) == [[30_000, 512]] and len(waiting) == 2
+
+
+def test_room_that_nobody_takes_is_not_kept_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits may do so for what rows do not give: here for sliding-window memory, which would cut its prompt in two."""
+    engine, waiting = deep(monkeypatch), [Request(150)]
+    engine.window = 100
+    sizes = [engine.step(waiting)[0][1] for _ in range(10)]
+    assert sizes == [320, *[448] * 8, 256] and len(waiting) == 1, "192 of 512, and of 448"
+    engine.window = engine.size
+    assert [len(engine.step(waiting)) for _ in range(9)] == [*[1] * 8, 2] and not waiting
+
+
+def test_no_room_is_kept_where_no_request_can_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = deep(monkeypatch)
+    engine.full = True
+    assert engine.step([Request(32)])[0] == [30_000, 512]
+
+
+def test_a_release_that_cannot_be_asked_before_it_admits_closes_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = deep(monkeypatch)
+    line._line.scheduler = None
+    waiting = [Request(32)]
+    assert engine.step(waiting) == [[30_000, 512]] and waiting
+
+
 # Functions of ours that run while batches are built, and what they call.
 RUNNING = ("_prefix", "_extend", "_taken", "_steered", "_decide", "_lower", "_before_chunk", "_after_chunk", "_account",
-           "_least_chunk", "_after_request")
+           "_least_chunk", "_after_request", "_kept")
 
 
 @pytest.mark.parametrize("name", RUNNING)

@@ -4,6 +4,9 @@ Two functions of PrefillAdder admit prompt tokens: `add_chunked_req` (the next c
 `add_one_req` (a new request, behind what it finds in the prefix cache). Both take their limit from `rem_chunk_tokens`,
 so it is lowered for the call, never raised, and what the call spent is taken off the engine's own number afterwards.
 
+The engine has one unfinished prompt at a time and lets it fill its step, so whoever comes behind a long one waits for its
+end. The line makes that end later, so of a chunk that it lowers it keeps room for the prompts that wait (`_kept`).
+
 The schedulers of a worker are replicas: the decision uses nothing but what is alike on all of them.
 """
 from math import lcm
@@ -12,14 +15,20 @@ from typing import Any, Dict, List, NamedTuple, Optional
 from .. import fault, line, rank, wire
 
 HOOK = "line"
+SELECT = "_select_prefill_admission"  # from 0.5.22 on: what an admission would be, before anything is done for it
+PAUSE_STEPS = 8  # between rooms that nobody took: who waits may do so for a slot, a LoRA or the KV cache, not for rows
 
 
 class _Line:
-    """What bounds a chunk in this process; `keywords` are those of line.chunk_tokens."""
+    """What bounds a chunk in this process; `keywords` are those of line.chunk_tokens.
 
-    def __init__(self, budget: int, keywords: Dict[str, Any], mixed: bool, page: int) -> None:
+    `scheduler` is the one whose waiting prompts may join an unfinished one in its step, None where they may not.
+    """
+
+    def __init__(self, budget: int, keywords: Dict[str, Any], mixed: bool, page: int, scheduler: Any = None) -> None:
         line.chunk_tokens(budget, 0, **keywords)  # checks them once and for all
-        self.budget, self.keywords, self.mixed, self.page = budget, keywords, mixed, page
+        self.budget, self.keywords, self.mixed, self.page, self.scheduler = budget, keywords, mixed, page, scheduler
+        self.pause = 0  # steps until the next room is kept
 
     @property
     def least(self) -> int:
@@ -60,6 +69,8 @@ def install(module: Any) -> None:
                replicated=True)
     fault.wrap(adder, "add_one_req", HOOK, replicated=True, after=_after_request,
                before=_before_request(other), fallback=_least_request(other))
+    if hasattr(adder, SELECT):
+        fault.wrap(adder, SELECT, HOOK, replicated=True, after=_only_whole(other), fallback=lambda *args, **kwargs: None)
     scheduler = fault.require(module, "Scheduler")
     fault.wrap(scheduler, "set_internal_state", HOOK, before=_take_budget, after=_set_budget, replicated=True)
     begin = fault.contained(HOOK, "Scheduler.__init__", _begin, adder)
@@ -74,14 +85,14 @@ def _begin(adder: Any, scheduler: Any) -> None:
     for owner, name in ((adder, "add_chunked_req"), (adder, "add_one_req"), (type(scheduler), "set_internal_state")):
         if not fault.is_wrapped(fault.require(owner, name), HOOK):
             raise fault.Missing("%s.%s" % (owner.__qualname__, name), "an override without the hook")
-    _line = _sized(scheduler, dict(rank.settings().line))
+    _line = _sized(scheduler, dict(rank.settings().line), fault.is_wrapped(getattr(adder, SELECT, None), HOOK))
     rank.fact("line_budget", _line.budget)
     rank.fact("granule_tokens", _line.keywords["granule"])
     rank.fact("maximum_tokens", _line.keywords["maximum"])
     rank.hook(HOOK, wire.IN_FORCE)
 
 
-def _sized(scheduler: Any, values: Dict[str, Any]) -> _Line:
+def _sized(scheduler: Any, values: Dict[str, Any], joined: bool) -> _Line:
     """The configured line, fitted to the engine's page, alignment and chunk size. Raises Missing if it cannot be."""
     page = scheduler.page_size
     granule = lcm(values["granule"], page, scheduler.truncation_align_size or 1)
@@ -95,7 +106,7 @@ def _sized(scheduler: Any, values: Dict[str, Any]) -> _Line:
                             "chunked prefill is off" if size is None else "%d" % size)
     keywords = {"minimum": values["minimum"], "maximum": maximum, "granule": granule,
                 "rule": values.get("rule", "span"), "step": values.get("step", "granule")}
-    return _Line(values["budget"], keywords, scheduler.is_mixed_chunk, page)
+    return _Line(values["budget"], keywords, scheduler.is_mixed_chunk, page, scheduler if joined else None)
 
 
 def _prefix(req: Any) -> int:
@@ -150,8 +161,30 @@ def _before_chunk(adder: Any, req: Any) -> Optional[_Lowered]:
     if held is None:
         return None
     prefix = _prefix(req)
-    remaining = len(req.full_untruncated_fill_ids) - prefix
-    return _lower(held, adder, prefix, _decide(held, adder, prefix, remaining, adder.rem_chunk_tokens))
+    remaining, limit = len(req.full_untruncated_fill_ids) - prefix, adder.rem_chunk_tokens
+    tokens = _decide(held, adder, prefix, remaining, limit)
+    if tokens < min(remaining, limit):
+        tokens -= _kept(held, adder, tokens)
+    return _lower(held, adder, prefix, tokens)
+
+
+def _kept(held: _Line, adder: Any, tokens: int) -> int:
+    """Rows of an unfinished prompt's chunk that are left to the prompts that wait: to as many, in their order, as end within
+    half of it. Each is counted in whole granules, as the line counts them when they are admitted."""
+    if held.scheduler is None or getattr(adder.running_batch, "batch_is_full", False):
+        return 0
+    if held.pause:
+        held.pause -= 1
+        return 0
+    granule, kept = held.keywords["granule"], 0
+    most = min(tokens // 2, tokens - held.least) // granule * granule
+    for req in held.scheduler.waiting_queue if most else ():
+        rows = -(-max(len(req.origin_input_ids) + len(req.output_ids) - req.num_matched_prefix_tokens, 1) // granule) * granule
+        if kept + rows > most:
+            break
+        kept += rows
+    held.pause = PAUSE_STEPS if kept else 0  # until somebody takes it
+    return kept
 
 
 def _least_chunk(adder: Any, req: Any) -> Optional[_Lowered]:
@@ -170,7 +203,8 @@ def _after_chunk(token: Optional[_Lowered], unfinished: Any, adder: Any, req: An
 def _account(token: _Lowered, adder: Any, req: Any, unfinished: bool) -> bool:
     """Puts the engine's number right after its call; whether the request was admitted.
 
-    An unfinished prompt closes the batch, as it does in the engine: there is only one, and a second would displace it.
+    An unfinished prompt closes the batch, as it does in the engine, unless others that end in it may join: there is only one
+    unfinished prompt, and a second would displace it.
     """
     spent = token.ours - adder.rem_chunk_tokens
     admitted = bool(adder.can_run_list) and adder.can_run_list[-1] is req
@@ -178,7 +212,8 @@ def _account(token: _Lowered, adder: Any, req: Any, unfinished: bool) -> bool:
         taken = _taken(adder, token.held.mixed)
         taken[0] += _extend(req)
         taken[1] = max(taken[1], token.prefix + _extend(req))
-    adder.rem_chunk_tokens = 0 if unfinished and admitted else token.before - spent
+    closed = unfinished and admitted and token.held.scheduler is None
+    adder.rem_chunk_tokens = 0 if closed else token.before - spent
     return admitted
 
 
@@ -197,6 +232,16 @@ def _before_request(other: Any) -> Any:
     return before
 
 
+def _only_whole(other: Any) -> Any:
+    """An admission beside an unfinished prompt that would not end in this step: the engine may cut one for other reasons than
+    rows (sliding-window memory), and dies of a second unfinished prompt."""
+    def after(token: None, admission: Any, adder: Any, *args: Any, has_chunked_req: bool = False, **kwargs: Any) -> Any:
+        second = (has_chunked_req or adder.new_chunked_req is not None) and getattr(admission, "is_chunked", False)
+        return fault.Answer(other) if second else None
+
+    return after
+
+
 def _least_request(other: Any) -> Any:
     """The answer when `_before_request` fails: at most one request in a batch, with the least chunk."""
     def fallback(adder: Any, req: Any, has_chunked_req: bool, truncation_align_size: Optional[int]) -> Any:
@@ -210,6 +255,7 @@ def _after_request(token: Optional[_Lowered], verdict: Any, adder: Any, req: Any
     """The verdict on an admitted request is about the next one, so it is asked again with the right number."""
     if token is None or not _account(token, adder, req, adder.new_chunked_req is req):
         return None
+    token.held.pause = 0
     return fault.Answer(adder.budget_state())
 
 
