@@ -168,6 +168,32 @@ def test_it_is_raised_by_a_quarter_past_what_was_lived_through_and_lowered_at_on
     assert found["w0"].budget == int(5 * GIB // 100 / auto.SPARE)
 
 
+def at(seconds: float) -> Snapshot:
+    return replace(snapshot({"w0": reading("w0", [rank()])}), monotonic=seconds)
+
+
+def test_memory_that_comes_and_goes_lowers_it_once_and_does_not_raise_it_each_time() -> None:
+    scarce, plenty = one(evidence(pair=10.0, proven=10**12, available=6 * GIB)), one(evidence(pair=10.0, proven=10**12))
+    found, budgets = aim(plenty, seen=at(100.0)), []
+    for tick in range(90):
+        found = aim(scarce if tick < 40 and tick % 4 == 3 else plenty, before=found, seen=at(100.25 + tick / 4))
+        budgets.append(found["w0"].budget)
+        assert ("6.00 available" in found["w0"].sentence) == (budgets[-1] < budgets[0])
+    fall, rise = 3, 39 + round(4 * auto.STEADY_SECONDS)
+    assert budgets[:fall] == [5 * GIB // 10] * fall
+    assert budgets[fall:rise] == [int(3 * GIB // 10 / auto.SPARE)] * (rise - fall)
+    assert budgets[rise:] == [5 * GIB // 10] * (len(budgets) - rise) and len(budgets) > rise
+
+
+def test_on_the_way_to_an_unproven_size_small_raises_are_not_asked_for() -> None:
+    found = aim(one(evidence(pair=0.0, proven=LINE.budget)))
+    for share, raised in ((1.05, False), (1.09, False), (1.11, True)):
+        proven = int(share * LINE.budget)
+        now = aim(one(evidence(pair=0.0, proven=proven)), before=found)["w0"]
+        assert now.budget == (int(proven * auto.RAISE) if raised else found["w0"].budget)
+    assert "enough for any step; a quarter more" in now.sentence
+
+
 def test_the_sentence_is_of_the_fit_from_its_first_tick_on_though_the_budget_stays() -> None:
     line = replace(LINE, assumed_pair_bytes=0)
     found = aim(one(replace(evidence(available=3 * GIB, pair=None, proven=LINE.budget), proven_bytes=GIB), line=line))

@@ -17,6 +17,8 @@ from tightrank.records import LineSpec, Phase, Snapshot, WorkerReading, WorkerVi
 
 RAISE = 1.25               # times the largest proven step
 WORTH = 1.04               # a raise by less is not told: each one is a request to the engine
+WORTH_UNPROVEN = 1.1       # nor, on the way there, by less than this: under a quarter, so that no step is cut for it
+STEADY_SECONDS = 10.0      # the scarcest look of so long counts: memory that comes and goes would move the budget each time
 SPARE = 1.02               # how much deeper a fall goes
 _SERVING = (Phase.UP, Phase.DRAINING)
 _GIB = 2**30
@@ -24,14 +26,15 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class RankAim:
-    """What one rank allows. `room_bytes`: for the transients of its steps. `pairs`: token², None: no step has told yet and the
-    configuration gave the start."""
+    """What one rank allows. `room_bytes`: for the transients of its steps, when it was scarcest of late: `seen_monotonic`.
+    `pairs`: token², None: no step has told yet and the configuration gave the start."""
     rank: int
     available_bytes: int
     untouched_bytes: int
     room_bytes: int
     pairs: int | None
     proven_pairs: int
+    seen_monotonic: float
     pair_bytes: float | None = None
     row_bytes: float | None = None
     short_row_bytes: float | None = None
@@ -53,7 +56,7 @@ class Aim:
 def step(before: Mapping[str, Aim], guard: Guard, snapshot: Snapshot, views: Sequence[WorkerView]) -> Mapping[str, Aim]:
     """The aims of all workers that serve under an `auto` line."""
     shared = _Shared.of(guard, snapshot, views)
-    return {view.name: _aim(_before(before.get(view.name), view), view, view.line, list(_ranks(view, snapshot, shared)))
+    return {view.name: _aim(_before(before.get(view.name), view), view, view.line, list(_ranks(view, snapshot, shared, before)))
             for view in views if view.line is not None and view.line.auto and view.phase in _SERVING}
 
 
@@ -94,8 +97,9 @@ def _own_device(reading: WorkerReading, number: int) -> bool:
                for rank in reading.ranks)
 
 
-def _ranks(view: WorkerView, snapshot: Snapshot, shared: _Shared) -> Iterator[RankAim]:
-    reading = snapshot.workers[view.name]
+def _ranks(view: WorkerView, snapshot: Snapshot, shared: _Shared, before: Mapping[str, Aim]) -> Iterator[RankAim]:
+    reading, aim = snapshot.workers[view.name], _before(before.get(view.name), view)
+    earlier = {rank.rank: rank for rank in aim.ranks} if aim is not None else {}
     idle = not any(rank.in_flight for rank in reading.ranks)
     for each in view.evidence:
         own = _own_device(reading, each.rank)
@@ -105,20 +109,30 @@ def _ranks(view: WorkerView, snapshot: Snapshot, shared: _Shared) -> Iterator[Ra
         if available is None or untouched is None:
             continue
         keep, ranks = (shared.margin_bytes, 1) if own else (shared.keep_bytes, shared.ranks)
-        yield _rank(view, each, available, untouched, max(available - untouched - keep, 0) // ranks)
+        seen = RankAim(each.rank, available, untouched, max(available - untouched - keep, 0) // ranks, None, each.proven_pairs,
+                       snapshot.monotonic)
+        yield _rank(view, each, _scarcest(earlier.get(each.rank), seen))
 
 
 def _on_cpu(reading: WorkerReading, number: int) -> bool:
     return any(rank.rank == number and rank.device is None for rank in reading.ranks)
 
 
-def _rank(view: WorkerView, each: Evidence, available: int, untouched: int, room: int) -> RankAim:
+def _scarcest(before: RankAim | None, seen: RankAim) -> RankAim:
+    """With the memory of the look before, if that was scarcer and not long ago."""
+    if before is None or before.room_bytes >= seen.room_bytes or seen.seen_monotonic - before.seen_monotonic >= STEADY_SECONDS:
+        return seen
+    return replace(seen, available_bytes=before.available_bytes, untouched_bytes=before.untouched_bytes,
+                   room_bytes=before.room_bytes, seen_monotonic=before.seen_monotonic)
+
+
+def _rank(view: WorkerView, each: Evidence, made: RankAim) -> RankAim:
     assert view.line is not None
-    made, fit = RankAim(each.rank, available, untouched, room, None, each.proven_pairs), each.fit
+    fit = each.fit
     if fit is None:
-        return replace(made, pairs=_without_fit(view.line, each, room))
-    return replace(made, pairs=fit.pairs(room, view.line.maximum), pair_bytes=fit.pair_bytes, row_bytes=fit.row_bytes,
-                   short_row_bytes=fit.short_row_bytes, step_bytes=fit.step_bytes, samples=fit.samples)
+        return replace(made, pairs=_without_fit(view.line, each, made.room_bytes))
+    return replace(made, pairs=fit.pairs(made.room_bytes, view.line.maximum), pair_bytes=fit.pair_bytes,
+                   row_bytes=fit.row_bytes, short_row_bytes=fit.short_row_bytes, step_bytes=fit.step_bytes, samples=fit.samples)
 
 
 def _without_fit(line: LineSpec, each: Evidence, room: int) -> int | None:
@@ -142,7 +156,7 @@ def _aim(before: Aim | None, view: WorkerView, line: LineSpec, ranks: Sequence[R
     binds, fitted = budget < most, tightest.pair_bytes is not None
     if before is not None and (before.budget, before.binds, _fitted(before)) == (budget, binds, fitted):
         return replace(before, ranks=tuple(ranks), tightest_rank=tightest.rank)
-    return Aim(view.generation, budget, binds, _sentence(view, line, tightest, budget, most), tightest.rank, tuple(ranks))
+    return Aim(view.generation, budget, binds, _sentence(line, tightest, budget, most), tightest.rank, tuple(ranks))
 
 
 def _fitted(aim: Aim) -> bool:
@@ -154,9 +168,9 @@ def _moved(held: int, ideal: int, most: int, line: LineSpec, tightest: RankAim) 
     """Never under the floor budget: what the engine has accepted must end."""
     if ideal < held:
         return max(int(ideal / SPARE), line.floor_budget)
-    fitted = tightest.pair_bytes is not None
-    raised = min(ideal, most, max(held, int(RAISE * tightest.proven_pairs)) if fitted else ideal)
-    return raised if raised >= WORTH * held else held
+    allowed, fitted = min(ideal, most), tightest.pair_bytes is not None
+    raised = min(allowed, int(RAISE * tightest.proven_pairs)) if fitted else allowed
+    return raised if raised >= (WORTH if raised == allowed else WORTH_UNPROVEN) * held else held
 
 
 def _unknown(view: WorkerView, ranks: Sequence[RankAim]) -> str:
@@ -167,7 +181,7 @@ def _unknown(view: WorkerView, ranks: Sequence[RankAim]) -> str:
     return "no fit yet; the budget stays as configured"
 
 
-def _sentence(view: WorkerView, line: LineSpec, rank: RankAim, budget: int, most: int) -> str:
+def _sentence(line: LineSpec, rank: RankAim, budget: int, most: int) -> str:
     room = (f"rank {rank.rank} is the tightest, with room for {rank.room_bytes / _GIB:.2f} GiB "
             f"({rank.available_bytes / _GIB:.2f} available, {rank.untouched_bytes / _GIB:.2f} of KV not yet written)")
     if rank.pair_bytes is not None:
@@ -177,10 +191,11 @@ def _sentence(view: WorkerView, line: LineSpec, rank: RankAim, budget: int, most
     else:
         made = f"no fit yet; all that the largest step held, of {rank.proven_pairs:,} token², is taken for its pairs"
     allowed = rank.pairs or 0
+    enough = f"enough for {allowed:,} token²" if allowed < UNBOUNDED else "enough for any step"
     if budget >= most:
         return f"auto: the line does not bind: {made}; {room}; the largest step that can be is {most:,} token²"
     if allowed < line.floor_budget:
-        return (f"auto: {made}; {room}, enough for {allowed:,} token², which is under the floor budget "
+        return (f"auto: {made}; {room}, {enough}, which is under the floor budget "
                 f"{line.floor_budget:,}: a longer prompt may cross the guard's floor; lower line.context, or free memory")
     proven = f"; a quarter more than the largest step so far, {rank.proven_pairs:,}" if budget < allowed else ""
-    return f"auto: {made}; {room}, enough for {allowed:,} token²{proven}"
+    return f"auto: {made}; {room}, {enough}{proven}"
