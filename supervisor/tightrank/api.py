@@ -27,6 +27,8 @@ from tightrank.admission import AdmissionRequest, admit, restart_seconds
 from tightrank.config.units import is_loopback
 from tightrank.edge import BodyLimit, EventStream, JsonResponse, error_response, validation_error
 from tightrank.metrics import CONTENT_TYPE, render
+from tightrank.nodes import Leader
+from tightrank.nodes.words import Report
 from tightrank.plan import run_directory
 from tightrank.readers.pulse import pulse
 from tightrank.records import Phase, Status, WorkerStatus
@@ -61,11 +63,13 @@ class Requests(queue.Queue[WorkerRequest]):
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """`public`: bound to more than loopback. `token`: who writes must send it; None: see the module's text."""
+    """`public`: bound to more than loopback. `token`: who writes must send it; "" or None: see the module's text."""
     public: bool
     state_directory: Path
     token: str | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
+    leader: Leader | None = None       # where this is the leader of several hosts; `nodes_token` is what members must show
+    nodes_token: str = field(default="", repr=False)
 
 
 class Admission(BaseModel):
@@ -102,6 +106,8 @@ def create(board: Board, journal: Journal, requests: Requests, settings: ApiSett
     app.include_router(_health(parts))
     app.include_router(_reading(parts))
     app.include_router(_writing(parts))
+    if settings.leader is not None:
+        app.include_router(_nodes(settings.leader, settings.nodes_token))
     app.add_exception_handler(StarletteHTTPException, error_response)
     app.add_exception_handler(RequestValidationError, validation_error)
     app.add_exception_handler(Exception, error_response)
@@ -227,6 +233,27 @@ def _writing(parts: _Parts) -> APIRouter:
     return router
 
 
+def _nodes(leader: Leader, token: str) -> APIRouter:
+    def check(request: Request) -> None:
+        if not _shows(request, token):
+            raise HTTPException(401, {"message": "the token of nodes.token_file is needed", "code": "invalid_token"},
+                                {"WWW-Authenticate": "Bearer"})
+
+    router = APIRouter(dependencies=[Depends(check)])
+
+    @router.post("/nodes")
+    def nodes(body: Report) -> Response:
+        """For the supervisors of the worker's other hosts: how one is, and what it is to run."""
+        if refused := leader.refusal(body):
+            raise HTTPException(400, {"message": refused, "code": "wrong_node"})
+        orders = leader.hear(body, time.monotonic())
+        if orders is None:
+            raise HTTPException(503, {"message": "the leader's loop has stopped", "code": "not_ready"})
+        return JsonResponse(orders.model_dump())
+
+    return router
+
+
 _SENTENCES: Mapping[str, str] = {
     "drain": "{} finishes what it has and takes no more",
     "resume": "{} is to serve again",
@@ -252,8 +279,7 @@ def _known(parts: _Parts, name: str) -> WorkerStatus:
 def _writer(settings: ApiSettings) -> Any:
     def check(request: Request) -> None:
         if settings.token:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), settings.token.encode()):
+            if not _shows(request, settings.token):
                 raise HTTPException(401, {"message": "a bearer token is needed: Authorization: Bearer <token>",
                                           "code": "invalid_token"}, {"WWW-Authenticate": "Bearer"})
             return
@@ -262,6 +288,11 @@ def _writer(settings: ApiSettings) -> Any:
             raise HTTPException(403, {"message": wrong, "code": "write_forbidden"})
 
     return check
+
+
+def _shows(request: Request, token: str) -> bool:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
 
 
 _public_wrong = ("writes are off: this address is public and there is no token; set http.token_file or "

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from tightrank import (
     api,
     breaker,
     decide,
+    engines,
     host,
     hygiene,
     inputs,
     leftovers,
     levels,
+    nodes,
     plan,
     serve,
     sockets,
@@ -36,6 +39,7 @@ from tightrank.bundle.keeper import Keeper
 from tightrank.calibration.store import Calibration
 from tightrank.config import Config, read_secret
 from tightrank.config.units import is_loopback
+from tightrank.decide import missing_hooks
 from tightrank.errors import EXIT_CONFIG, EXIT_SOFTWARE, EXIT_TEMPORARY, ConfigError, exit_code
 from tightrank.levels.ladder import Sample, close
 from tightrank.logs import Sink
@@ -45,7 +49,7 @@ from tightrank.readers.guard import GuardReader
 from tightrank.readers.kernel import KernelLog
 from tightrank.readers.memory import MemoryReader
 from tightrank.readers.nvidia import NvidiaReader
-from tightrank.records import Event, Phase, Request, Snapshot
+from tightrank.records import Event, NodeOwn, Phase, Request, Snapshot, WorkerView
 from tightrank.report import Board, Journal
 from tightrank.watch import Watch
 from tightrank.worker import Surroundings, Worker
@@ -85,7 +89,9 @@ class Daemon:
         read = inputs.read(config, os.environ)
         self.specs = survey.expecting(config, plan.build(config, facts, read), read)
         known = breaker.facts(facts, survey.release(self.specs[0], os.environ))              # one engine for all workers
-        around = Surroundings(self.state, dict(os.environ), self.prober, self.generations.next, self.guard.stops,
+        self.others = nodes.others(config, self._secret("nodes.token_file", config.nodes.token_file),
+                                   nodes.agreement(config, known[-1]), self.generations, self.bell.ring)
+        around = Surroundings(self.state, dict(os.environ), self.prober, self.others.next_generation, self.guard.stops,
                               breaker.Breaker(self.state / "breaker.json", known, os.environ, partial(self._say, "daemon")),
                               hygiene.Rules(config.hygiene.limit_seconds, config.hygiene.tolerance_bytes,
                                             config.hygiene.drop_page_cache == "weights", nvidia),
@@ -115,6 +121,7 @@ class Daemon:
         try:
             return self._loop()
         finally:
+            self.others.close()
             server.stop()
             self.keeper.close()
             self.keeper.step(self.workers, self.board, self.journal)
@@ -140,16 +147,33 @@ class Daemon:
         """The program."""
         self._collect()
         snapshot = self._read()
-        views = [worker.view(snapshot.monotonic) for worker in self.workers]
+        views = [self._view(worker, snapshot.monotonic) for worker in self.workers]
         decisions = decide.decide(snapshot, views, self.policy)
         self.levels, self.told, held = levels.step(self.levels, self.config.guard, snapshot, views)
         for decision in (*decisions, *held):
             self._worker(decision.worker).apply(decision, snapshot.monotonic)
         for worker in self.workers:
             worker.step_ending(self.watch.table, snapshot.monotonic)
+        for worker in self.workers:
+            self.others.publish(self._own(worker, snapshot), snapshot.monotonic)
         self.keeper.step(self.workers, self.board, self.journal)
         self._publish(snapshot)
         self._leave_failed(snapshot.monotonic)
+
+    def _view(self, worker: Worker, now: float) -> WorkerView:
+        view = worker.view(now)
+        found = self.others.view(view, now)
+        if found is None:
+            return view
+        worker.hear_others(found.trouble)
+        return replace(view, nodes=found)
+
+    def _own(self, worker: Worker, snapshot: Snapshot) -> NodeOwn:
+        ranks, roles = snapshot.workers[worker.template.name].ranks, engines.hook_roles(worker.template)
+        return NodeOwn(worker.template.name, worker.phase, worker.generation, worker.drains, self.stops > 0,
+                       worker.run is not None and bool(ranks) and not missing_hooks(roles, ranks), worker.diagnosis,
+                       worker.run.budget if worker.run else None, snapshot.memory.available_bytes,
+                       snapshot.guard.get("floor_bytes") or self.config.guard.floor_bytes)
 
     # --- one tick, in order -------------------------------------------------------------------------------------------
 
@@ -186,7 +210,7 @@ class Daemon:
     def _publish(self, snapshot: Snapshot) -> None:
         self.board.publish(status.build(self.config.name, self.started_unix, snapshot, self.workers, self.policy,
                                         self.stops > 0, levels.rows(self.levels, self.config.guard, snapshot.guard),
-                                        self.levels.aims))
+                                        self.levels.aims, self.others.rows(snapshot.monotonic)))
         self._tell()                         # after the status: who reads it because of an event must see what it tells
         if self.sink.trouble != self.log_trouble:
             self.log_trouble = self.sink.trouble
@@ -206,7 +230,7 @@ class Daemon:
 
     def _wait(self) -> None:
         poll = self.bell.poll(descriptor for worker in self.workers for descriptor in worker.descriptors())
-        pause = BUSY_SECONDS if self.levels.busy else min(map(_pause_seconds, self.workers))
+        pause = BUSY_SECONDS if self.levels.busy else min(self.others.pause_seconds, *map(_pause_seconds, self.workers))
         end = time.monotonic() + pause
         while (left := end - time.monotonic()) > 0:
             if heard(poll, min(left, LOOK_SECONDS)) or self._close_to_a_level():
@@ -253,10 +277,13 @@ class Daemon:
         return next(worker for worker in self.workers if worker.template.name == name)
 
     def _api_settings(self) -> api.ApiSettings:
-        token = os.environ.get("TIGHTRANK_TOKEN")
-        if self.config.http.token_file:
-            token = read_secret(self.config.http.token_file, partial(self.config.error, "http.token_file"))
-        return api.ApiSettings(not is_loopback(self.config.http.host), self.state, token, plan.to_json(self.specs))
+        token = self._secret("http.token_file", self.config.http.token_file) or os.environ.get("TIGHTRANK_TOKEN")
+        leader = self.others if isinstance(self.others, nodes.Leader) else None
+        return api.ApiSettings(not is_loopback(self.config.http.host), self.state, token, plan.to_json(self.specs), leader,
+                               self._secret("nodes.token_file", self.config.nodes.token_file))
+
+    def _secret(self, key: str, path: str | None) -> str:
+        return read_secret(path, partial(self.config.error, key)) if path else ""
 
     def _fault(self, error: Exception) -> None:
         self._say("daemon", f"a tick failed: {error!r}")

@@ -98,6 +98,8 @@ _ALL = (
     Cause("start-stalled", "The engine made no progress while starting.", True),
     Cause("canary-failed", "The engine says it is healthy and did not answer a real request.", True),
     Cause("guard-floor", "Available memory fell under the guard's floor; the guard ended all ranks.", True),
+    Cause("node-lost", "Another host of the worker, its supervisor or the network to it is gone.", True),
+    Cause("node-recalled", "The leader ended the generation on all hosts.", True),
     Cause("process-unkillable", "A process stayed in state D after SIGKILL.", False, "boot"),
     Cause("port-not-released", "A port of the worker stayed in use after its tree was ended.", True),
     Cause("device-memory-not-released", "Device memory of a generation was not free again after its tree was ended.", True),

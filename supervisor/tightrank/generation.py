@@ -193,7 +193,7 @@ class Generation:
     def _size(self, reading: WorkerReading) -> None:
         """The headroom's numbers of all ranks; said once they have all told theirs."""
         self._terms = headroom.rows((*reading.ranks, *reading.dead_ranks))
-        if self.headroom is None and len(self._terms) == self.spec.tensor_parallel * self.spec.pipeline_parallel:
+        if self.headroom is None and len(self._terms) == self.spec.ranks_here:
             self.headroom = headroom.summary(self._terms, self.spec.hooks["headroom"])
             self._say("hello", f"headroom: {self.headroom['sentence']}" if self.headroom else "", dict(self.headroom or {}))
 

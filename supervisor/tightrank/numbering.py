@@ -21,8 +21,17 @@ class Generations:
                 raise ConfigError(f"{path}: not a table of generations ({error}); remove it if no engine of this "
                                   "deployment runs", cause="state-directory-unusable") from None
 
-    def next(self, worker: str) -> int:
-        """Raises OSError when it cannot be kept."""
-        self._numbers[worker] = self._numbers.get(worker, 0) + 1
+    def last(self, worker: str) -> int:
+        return self._numbers.get(worker, 0)
+
+    def next(self, worker: str, over: int = 0) -> int:
+        """One more than the last, and than `over`. Raises OSError when it cannot be kept."""
+        return self.take(worker, max(self.last(worker), over) + 1)
+
+    def take(self, worker: str, number: int) -> int:
+        """A number that somebody else gave. Raises OSError when it was used before, or cannot be kept."""
+        if number <= self.last(worker):
+            raise OSError(f"generation {number} is not newer than {self.last(worker)}")
+        self._numbers[worker] = number         # first: it may lie on the disk although the writing failed
         wire.write_json(str(self._path), self._numbers)
-        return self._numbers[worker]
+        return number

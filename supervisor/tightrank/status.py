@@ -13,15 +13,16 @@ from tightrank.decide import Policy, missing_hooks
 from tightrank.generation import Generation
 from tightrank.plan.line import DEFAULT_MAXIMUM
 from tightrank.plan.pace import Pace
-from tightrank.records import LevelStatus, LineSpec, Phase, Shed, Snapshot, Status, WorkerReading, WorkerStatus
+from tightrank.records import LevelStatus, LineSpec, NodeStatus, Phase, Shed, Snapshot, Status, WorkerReading, WorkerStatus
 from tightrank.watch import tightest
 from tightrank.worker import Worker
 
 
 def build(name: str, started_unix: float, snapshot: Snapshot, workers: Sequence[Worker], policy: Policy,
-          draining: bool, levels: tuple[LevelStatus, ...] = (), aims: Mapping[str, Aim] | None = None) -> Status:
+          draining: bool, levels: tuple[LevelStatus, ...] = (), aims: Mapping[str, Aim] | None = None,
+          nodes: tuple[NodeStatus, ...] = ()) -> Status:
     """Ready means: every worker is up. The reason is that of the first worker that is not."""
-    states = tuple(_worker(worker, snapshot, policy, (aims or {}).get(worker.template.name)) for worker in workers)
+    states = tuple(_worker(worker, snapshot, policy, (aims or {}).get(worker.template.name), nodes) for worker in workers)
     reasons = [f"{state.name}: {state.reason}" for state in states if not state.ready]
     if draining:
         reasons.insert(0, "the supervisor is stopping")
@@ -29,10 +30,11 @@ def build(name: str, started_unix: float, snapshot: Snapshot, workers: Sequence[
         name=name, version=__version__, started_unix=started_unix, updated_unix=time.time(),
         updated_monotonic=time.monotonic(), ready=not reasons, reason="; ".join(reasons), draining=draining,
         memory=snapshot.memory, guard=snapshot.guard, floor_bytes=policy.floor_bytes,
-        tightest_rank=tightest(snapshot.workers), workers=states, levels=levels)
+        tightest_rank=tightest(snapshot.workers), workers=states, levels=levels, nodes=nodes)
 
 
-def _worker(worker: Worker, snapshot: Snapshot, policy: Policy, aim: Aim | None) -> WorkerStatus:
+def _worker(worker: Worker, snapshot: Snapshot, policy: Policy, aim: Aim | None,
+            nodes: tuple[NodeStatus, ...]) -> WorkerStatus:
     reading, spec, run = snapshot.workers[worker.template.name], worker.template, worker.run
     pace = worker.pace
     version = next((rank.engine_version for rank in reading.ranks if rank.engine_version), None)
@@ -41,7 +43,7 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy, aim: Aim | None)
     return WorkerStatus(
         name=spec.name, engine=spec.engine, engine_version=version, role=spec.role, phase=worker.phase,
         step=run.step if run and worker.phase is Phase.STARTING else None, generation=worker.generation,
-        since_unix=worker.since_unix, ready=worker.phase is Phase.UP, reason=_reason(worker, reading, snapshot, policy),
+        since_unix=worker.since_unix, ready=worker.phase is Phase.UP, reason=_reason(worker, reading, snapshot, policy, nodes),
         host=spec.host, port=spec.port, restarts=worker.restarts, next_start_unix=next_start,
         diagnosis=worker.diagnosis, line=_line(spec.line, reading),
         line_budget=min(_facts(reading, "line_budget"), default=spec.line.budget) if spec.line else None,
@@ -94,22 +96,28 @@ def _line(planned: LineSpec | None, reading: WorkerReading) -> LineSpec | None:
                    maximum=min(_facts(reading, "maximum_tokens"), default=planned.maximum))
 
 
-def _reason(worker: Worker, reading: WorkerReading, snapshot: Snapshot, policy: Policy) -> str:
+def _reason(worker: Worker, reading: WorkerReading, snapshot: Snapshot, policy: Policy, nodes: tuple[NodeStatus, ...]) -> str:
     blame = f"{worker.diagnosis.cause}: {worker.diagnosis.summary}" if worker.diagnosis else ""
     match worker.phase:
         case Phase.UP:
             return ""
         case Phase.STARTING:
-            return _starting(worker, reading)
+            return _starting(worker, reading, nodes)
         case Phase.BACKING_OFF:
-            return _waiting(snapshot, policy) + (f", after {blame}" if blame else "")
+            return (_others(nodes) or _waiting(snapshot, policy)) + (f", after {blame}" if blame else "")
         case Phase.STOPPING:
             return f"being ended: {blame or 'on request'}"
         case Phase.DRAINING:
             return "draining: admitting nothing more"
         case Phase.STOPPED:
-            return "stopped on request"
+            return (_others(nodes) + (f", after {blame}" if blame else "")) if worker.template.node else "stopped on request"
     return blame
+
+
+def _others(nodes: tuple[NodeStatus, ...]) -> str:
+    """Which other host is waited for."""
+    waited = [f"node {node.node} ({node.address}): {node.reason}" for node in nodes if node.reason]
+    return f"waiting for other hosts: {'; '.join(waited)}" if waited else ""
 
 
 def _waiting(snapshot: Snapshot, policy: Policy) -> str:
@@ -119,7 +127,7 @@ def _waiting(snapshot: Snapshot, policy: Policy) -> str:
     return "waiting to start"
 
 
-def _starting(worker: Worker, reading: WorkerReading) -> str:
+def _starting(worker: Worker, reading: WorkerReading, nodes: tuple[NodeStatus, ...]) -> str:
     run = worker.run
     if run is None:
         return "starting"
@@ -128,4 +136,6 @@ def _starting(worker: Worker, reading: WorkerReading) -> str:
         parts.append(run.result.why)
     if run.healthy_since is not None:
         parts += [f"hook {hook}: {found}" for hook, found in missing_hooks(engines.hook_roles(worker.template), reading.ranks)]
+        if waited := _others(nodes):
+            parts.append(waited)
     return "; ".join(parts)

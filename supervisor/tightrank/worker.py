@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from tightrank_adapter import wire as wire_types
 
 _VAGUE = ("rank-died", "engine-exited", "unknown")     # a later line may name what was behind them
+# What the ranks here say of it when those on another host have died.
+_ECHOES = (*_VAGUE, "collective-timeout", "collective-init-failed", "rendezvous-timeout", "engine-error", "engine-hung",
+           "node-lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,12 @@ class Worker:
     def hear_kernel(self, lines: Sequence[Line]) -> None:
         if self.run and lines:
             self.run.hear_kernel(lines)
+
+    def hear_others(self, trouble: Diagnosis | None) -> None:
+        """What another host says of its ranks, where ours are being ended for what may be no more than its echo."""
+        if trouble is not None and self._end is not None and self.diagnosis is not None and \
+                self.diagnosis.cause in _ECHOES and trouble.cause not in _ECHOES:
+            self._blame(trouble)
 
     def receive(self) -> list[wire_types.Step]:
         return self.run.receive() if self.run else []

@@ -22,6 +22,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from fake_http import Handler
+from fake_nodes import Meeting, follow
 from fake_ranks import Rank, Telemetry, die_with, line, say, title
 
 START_LINES = {
@@ -44,6 +45,10 @@ def parse(argv):
     p.add_argument("--max-model-len", "--context-length", dest="context", type=int, default=32768)
     p.add_argument("--tensor-parallel-size", "--tp-size", "--tp", "-tp", dest="children", type=int, default=1)
     p.add_argument("--children", type=int, dest="children", help="rank processes; the same as tensor parallel size")
+    p.add_argument("--nnodes", type=int, default=1)
+    p.add_argument("--node-rank", type=int, default=0)
+    p.add_argument("--dist-init-addr", "--master-addr", dest="meeting", default="127.0.0.1:29500", help="ADDRESS[:PORT]")
+    p.add_argument("--master-port", type=int, default=29500)
     p.add_argument("--load-seconds", type=float, default=0.2)
     p.add_argument("--step-seconds", type=float, default=0.001, help="what a prefill chunk or a decoded token takes")
     p.add_argument("--memory-mib", type=int, default=0, help="rank 0 holds this much")
@@ -77,6 +82,8 @@ class Engine:
 
     def __init__(self, options):
         self.options, self.telemetry = options, Telemetry(options)
+        self.local = options.children // options.nnodes
+        self.meeting = None            # of the hosts, on node 0
         self.lock, self.ranks, self.essential = threading.Lock(), [], set()
         self.ready = self.dead = self.leaving = False
         self.sequence = self.in_flight = 0
@@ -118,8 +125,9 @@ class Engine:
     def start(self):
         vllm, many = self.options.engine == "vllm", self.options.children > 1
         self.spawn("resource_tracker", None, essential=False)
-        self.spawn("VLLM::EngineCore" if vllm else "sglang::detokenizer", "engine-core" if vllm else "detokenizer")
-        for number in range(self.options.children):
+        if self.options.node_rank == 0:
+            self.spawn("VLLM::EngineCore" if vllm else "sglang::detokenizer", "engine-core" if vllm else "detokenizer")
+        for number in range(self.options.node_rank * self.local, (self.options.node_rank + 1) * self.local):
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             suffix = f"_TP{number}" if many else ""
             name = ("VLLM::Worker" if vllm else "sglang::scheduler") + suffix
@@ -159,6 +167,8 @@ class Engine:
             for connection in self.ranks:
                 if not connection.recv(64):
                     raise OSError("a rank is gone")
+            if self.meeting is not None:
+                self.meeting.tell(message)
 
     def chunk(self, prefix, rest):
         if not self.keywords:
@@ -242,6 +252,11 @@ def main():
     if options.die_with_line:
         say(options.die_with_line)
         engine.leave(options.exit_code)
+    address, _, port = options.meeting.partition(":")
+    if options.node_rank:
+        follow(address, int(port or options.master_port), engine.tell)
+    if options.nnodes > 1:
+        engine.meeting = Meeting(address, int(port or options.master_port), options.nnodes)
     serve(engine)
 
 

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("generation", "stacks", "survey", "leftovers"),
     ("ending",),
     ("worker",),
-    ("status", "report"),
+    ("status", "report", "nodes"),
     ("metrics", "edge", "bundle"),
     ("api", "serve"),
     ("daemon", "cli"),

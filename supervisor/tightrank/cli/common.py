@@ -17,6 +17,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
                         help=f"the deployment's file (default: {DEFAULT_FILE})")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="a configuration key, e.g. guard.floor=2GiB (may be given again)")
+    parser.add_argument("--node-rank", type=int, metavar="K", help="which of nodes.addresses this host is, from 0")
 
 
 def add_command_line(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,8 @@ def load_config(arguments: argparse.Namespace) -> Loaded:
     """Raises ConfigError."""
     if getattr(arguments, "command_line", None):
         return from_command(arguments.command_line, os.environ, arguments.settings)
-    return load(Path(arguments.config), os.environ, arguments.settings)
+    rank = [] if arguments.node_rank is None else [f"nodes.rank={arguments.node_rank}"]
+    return load(Path(arguments.config), os.environ, [*arguments.settings, *rank])
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:

@@ -59,6 +59,9 @@ FLAGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 OWN_KEYS = {"model": "model", "served_model": "served_model", "host": "workers[].host", "port": "workers[].port",
             "tensor_parallel": "workers[].tensor_parallel", "pipeline_parallel": "workers[].pipeline_parallel",
             "api_key": "workers[].api_key_file", "role": "workers[].role"}
+# ... where the configuration names several hosts.
+NODE_FLAGS = {"vllm": ("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"),
+              "sglang": ("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr")}
 
 
 MASK = "***"

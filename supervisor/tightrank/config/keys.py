@@ -125,6 +125,14 @@ _ALL = (
     Key("hygiene.tolerance", Size(), "What may be missing of it.", "512MiB"),
     Key("hygiene.drop_page_cache", Choice(("never", "weights")), "weights: between generations the model's files leave "
         "the page cache, for machines whose devices use the host's memory.", "never"),
+    Key("nodes.addresses", ListOf(_HOST), "Hosts that the one worker spans, the leader first; its ranks are spread evenly over "
+        "them, and each runs `tightrank up --node-rank`.", ""),
+    Key("nodes.rank", Whole(0, 255), "Which of them this host is.", unset="needed where there are several"),
+    Key("nodes.port", _PORT, "Port on the leader where the engine's ranks meet.", "29500"),
+    Key("nodes.token_file", Path(), "File with the token that the hosts' supervisors show each other.",
+        unset="needed where there are several"),
+    Key("nodes.lease", Duration(1, 60), "A host that the other side has not heard of for so long is lost, and ends its ranks.",
+        "3s"),
     Key("pd.transfer", Text(r"[a-z0-9_]+", "a name of a-z, 0-9 and _"), "What carries KV from prefill to decode workers.",
         unset="mooncake for SGLang, nixl for vLLM"),
     # 6 s: NIXL's lease is renewed in whole sixths of it
@@ -166,7 +174,7 @@ _ALL = (
 )
 KEYS: Mapping[str, Key] = {key.path: key for key in _ALL}
 SECTIONS = ("http", "guard", "guard.tighten", "guard.shed", "guard.abort", "guard.stop", "line", "indexer", "headroom",
-            "empty_cache", "limits", "hygiene", "pd", "gateway")
+            "empty_cache", "limits", "hygiene", "nodes", "pd", "gateway")
 TABLES = ("workers[]", "gateway.workers[]")      # lists of such sections
 
 # No settings: the engines' mark and door, the cache of the set-up, the token of the command line's client.

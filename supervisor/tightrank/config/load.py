@@ -27,6 +27,7 @@ from tightrank.config.shape import (
     Level,
     Limits,
     Line,
+    Nodes,
     Pd,
     Worker,
 )
@@ -86,7 +87,8 @@ def resolve(entries: Mapping[str, Entry], environment: Mapping[str, str], whole:
     config = Config(**top, http=http, guard=guard, line=line, indexer=Indexer(**resolver.section("indexer")),
                     headroom=Headroom(**resolver.section("headroom")),
                     empty_cache=EmptyCache(**resolver.section("empty_cache")), limits=limits,
-                    hygiene=Hygiene(**resolver.section("hygiene")), pd=Pd(**resolver.section("pd")),
+                    hygiene=Hygiene(**resolver.section("hygiene")), nodes=Nodes(**resolver.section("nodes")),
+                    pd=Pd(**resolver.section("pd")),
                     gateway=_gateway(resolver, http, limits), workers=_workers(resolver, whole), as_written=as_written,
                     places={row.key: row.origin for row in resolver.rows})
     _check_across(config)
@@ -256,8 +258,34 @@ def _check_across(config: Config) -> None:
         below = config.indexer.budget_bytes >> 20
         raise config.error("indexer.budget", f"{config.indexer.budget_bytes} bytes: must be whole MiB, as engines take it; "
                            f"give {below}MiB or {below + 1}MiB")
+    _check_nodes(config)
     for index, worker in enumerate(config.workers):
         _check_worker(config, f"workers[{index}]", worker, config.workers[:index])
+
+
+def _check_nodes(config: Config) -> None:
+    nodes = config.nodes
+    if not nodes.addresses:
+        if nodes.rank:
+            raise config.error("nodes.rank", f"{nodes.rank}: there are no nodes.addresses; name all hosts, the leader first")
+        return
+    shown = ", ".join(nodes.addresses)
+    if len(nodes.addresses) < 2 or len(set(nodes.addresses)) < len(nodes.addresses):
+        raise config.error("nodes.addresses", f"{shown}: name two hosts or more, each once")
+    if nodes.rank is None or nodes.rank >= nodes.count:
+        found = "not given" if nodes.rank is None else str(nodes.rank)
+        raise config.error("nodes.rank", f"{found}: must be 0 to {nodes.count - 1}, the place of this host in nodes.addresses; "
+                           "start with `tightrank up --node-rank K`")
+    if nodes.token_file is None:
+        raise config.error("nodes.token_file", "is needed: whoever may speak for a host can end and start ranks")
+    if len(config.workers) > 1:
+        raise config.error("nodes.addresses", f"{shown}: one worker can span them, and there are {len(config.workers)}")
+    if config.as_written:
+        raise config.error("nodes.addresses", f"{shown}: `tightrank run` is for one host; write a tightrank.yaml")
+    ranks = config.workers[0].tensor_parallel * config.workers[0].pipeline_parallel
+    if ranks % nodes.count:
+        raise config.error("nodes.addresses", f"{nodes.count} hosts for {ranks} ranks (tensor_parallel x pipeline_parallel): "
+                           "each host takes as many; change one of them")
 
 
 def _check_levels(config: Config) -> None:
@@ -274,10 +302,11 @@ def _check_worker(config: Config, path: str, worker: Worker, before: Sequence[Wo
     for other, earlier in enumerate(before):
         if earlier.name == worker.name:
             raise config.error(f"{path}.name", f"{worker.name} is the name of workers[{other}] too; names are unique")
-    ranks = worker.tensor_parallel * worker.pipeline_parallel
+    ranks = worker.tensor_parallel * worker.pipeline_parallel // config.nodes.count
     if worker.devices and len(worker.devices) != ranks:
+        hosts = f" over {config.nodes.count} hosts" if config.nodes.addresses else ""
         raise config.error(f"{path}.devices", f"{len(worker.devices)} devices for {ranks} ranks (tensor_parallel "
-                           f"{worker.tensor_parallel} x pipeline_parallel {worker.pipeline_parallel}); name {ranks}")
+                           f"{worker.tensor_parallel} x pipeline_parallel {worker.pipeline_parallel}{hosts}); name {ranks}")
     if len(set(worker.devices)) < len(worker.devices):
         raise config.error(f"{path}.devices", f"{', '.join(worker.devices)}: name each device once")
     for key, given, variable in (("devices", worker.devices, "CUDA_VISIBLE_DEVICES"),

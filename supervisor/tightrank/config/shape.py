@@ -12,7 +12,7 @@ from typing import Any
 
 from tightrank.errors import ConfigError
 
-SCHEMA = 3
+SCHEMA = 4
 AUTO = "auto"
 FIRST_BUDGET = 200_000_000         # token², of the published analysis
 
@@ -124,6 +124,20 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class Nodes:
+    """The hosts that the one worker spans; no addresses: this one alone. `rank`: which of them this is, 0: the leader."""
+    addresses: tuple[str, ...]
+    rank: int | None               # None only without addresses
+    port: int                      # on the leader, where the engine's ranks meet
+    token_file: str | None
+    lease_seconds: float
+
+    @property
+    def count(self) -> int:
+        return max(len(self.addresses), 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Pd:
     """How prefill and decode workers work together. `transfer` None: the engine's usual one."""
     transfer: str | None
@@ -181,6 +195,7 @@ class Config:
     empty_cache: EmptyCache
     limits: Limits
     hygiene: Hygiene
+    nodes: Nodes
     pd: Pd
     gateway: Gateway
     workers: tuple[Worker, ...]
@@ -207,7 +222,7 @@ class Config:
 
 
 _SECTIONS = {"http": Http, "line": Line, "indexer": Indexer, "headroom": Headroom, "empty_cache": EmptyCache,
-             "limits": Limits, "hygiene": Hygiene, "pd": Pd}
+             "limits": Limits, "hygiene": Hygiene, "nodes": Nodes, "pd": Pd}
 
 
 def _restore(name: str, value: Any) -> Any:

@@ -95,11 +95,18 @@ def missing_hooks(hook_roles: Sequence[tuple[str, str, int]], ranks: Sequence[Ra
 
 
 def healthy_without_hooks(case: Case) -> Decision | None:
+    """On a member nobody asks the engine how it is: it has no port, or one that says yes to everything."""
     since = case.view.healthy_since_monotonic
     if since is None or case.snapshot.monotonic - since < HELLO_GRACE_SECONDS:
         return None
     missing = missing_hooks(case.view.hook_roles, case.reading.ranks)
     return case.stop(_not_in_force(*missing[0])) if missing else None
+
+
+def others(case: Case) -> Decision | None:
+    """What the ranks on other hosts mean for ours: where one is gone, the next collective of all others hangs."""
+    nodes = case.view.nodes
+    return case.stop(nodes.trouble) if nodes is not None and nodes.trouble is not None else None
 
 
 def hung(case: Case) -> Decision | None:

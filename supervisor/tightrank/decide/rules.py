@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tightrank.decide.case import Case, Policy, Rule
-from tightrank.decide.proofs import FAILURES, healthy_without_hooks, hung, missing_hooks, start_stalled
+from tightrank.decide.proofs import FAILURES, healthy_without_hooks, hung, missing_hooks, others, start_stalled
 from tightrank.records import ActionKind, Decision, Diagnosis, Phase, Request, Snapshot, WorkerView
 
 STEADY_SECONDS = 60.0           # up for this long: earlier failures count no more
@@ -19,7 +19,8 @@ def decide(snapshot: Snapshot, views: Sequence[WorkerView], policy: Policy) -> l
     decisions = []
     for view in views:
         case = Case(view, snapshot.workers[view.name], snapshot, policy)
-        found = next((decision for rule in _RULES[view.phase] if (decision := rule(case)) is not None), None)
+        rules = _MEMBER if view.nodes is not None and not view.nodes.leads else _RULES
+        found = next((decision for rule in rules[view.phase] if (decision := rule(case)) is not None), None)
         if found is not None:
             decisions.append(found)
     return decisions + (_restart_peers(decisions, views) if policy.restart_pairs else [])
@@ -58,17 +59,34 @@ _asked_to_rest = _asked(Request.STOP, ActionKind.REST, "asked to stop")
 
 def _asked_to_start(case: Case) -> Decision | None:
     if {Request.RESUME, Request.RESTART} & set(case.view.requests) and Request.STOP not in case.view.requests:
-        return case.decision(ActionKind.START, "asked to start")
+        return _start(case, "asked to start")
     return None
+
+
+def _start(case: Case, sentence: str) -> Decision:
+    """As soon as all hosts are ready for it."""
+    if case.view.nodes is not None and case.view.nodes.blocked:
+        return case.decision(ActionKind.BACK_OFF, f"{sentence}: when the other hosts are ready: {case.view.nodes.blocked}")
+    return case.decision(ActionKind.START, sentence)
 
 
 # --- what is waited for -----------------------------------------------------------------------------------------------
 
 def _became_ready(case: Case) -> Decision | None:
-    probe = case.view.probe
+    probe, nodes = case.view.probe, case.view.nodes
+    if nodes is not None and not nodes.leads:
+        return _became_ready_on_a_member(case, nodes.admitted)
+    if nodes is not None and not nodes.whole:
+        return None
     if probe is None or not probe.canary_ok or missing_hooks(case.view.hook_roles, case.reading.ranks):
         return None
     return case.decision(ActionKind.ADMIT, "a real request was served and every wanted hook is in force on every rank")
+
+
+def _became_ready_on_a_member(case: Case, admitted: bool) -> Decision | None:
+    if not admitted or missing_hooks(case.view.hook_roles, case.reading.ranks):
+        return None
+    return case.decision(ActionKind.ADMIT, "the leader is up and every wanted hook is in force on the ranks of this host")
 
 
 def _tree_ended(case: Case) -> Decision | None:
@@ -79,11 +97,13 @@ def _tree_ended(case: Case) -> Decision | None:
         return _after_failure(case, known if known is not None and fatal else view.end_trouble)
     if not view.ended:
         return None
+    if view.nodes is not None and not view.nodes.leads:
+        return case.decision(ActionKind.REST, "the ranks of this host are gone: the leader decides what comes next")
     if view.diagnosis is not None and not (Request.STOP in view.requests and view.diagnosis.restart_helps):
         return _after_failure(case, view.diagnosis)
-    again = view.restart_wanted and Request.STOP not in view.requests
-    return case.decision(ActionKind.START if again else ActionKind.REST,
-                         "the tree is gone, nothing is left" + (": starting again" if again else ""))
+    if view.restart_wanted and Request.STOP not in view.requests:
+        return _start(case, "the tree is gone, nothing is left: starting again")
+    return case.decision(ActionKind.REST, "the tree is gone, nothing is left")
 
 
 def _after_failure(case: Case, diagnosis: Diagnosis) -> Decision:
@@ -104,25 +124,48 @@ def _pause(case: Case, diagnosis: Diagnosis | None) -> Decision:
                          f"(failure {failures} of at most {policy.restarts} in a row)", diagnosis, delay)
 
 
+def _ordered(case: Case) -> Decision | None:
+    """On a member the leader alone decides what starts."""
+    nodes = case.view.nodes
+    if nodes is None or nodes.wanted is None or _short_of_memory(case):
+        return None
+    return case.decision(ActionKind.START, f"the leader starts generation {nodes.wanted}")
+
+
 def _time_to_start(case: Case) -> Decision | None:
-    due = case.view.next_start_monotonic
+    due, nodes = case.view.next_start_monotonic, case.view.nodes
+    if nodes is not None and nodes.blocked and case.snapshot.monotonic >= (due or 0.0):
+        return None                       # the status says who is waited for
     if due is None:                       # a supervisor before this one has counted failures: they make a pause here too
         return _pause(case, None)
     if case.snapshot.monotonic < due:
         return None
-    available, wanted = case.snapshot.memory.available_bytes, case.policy.floor_bytes + case.policy.margin_bytes
-    if available is not None and available < wanted:
+    if _short_of_memory(case):
         return None                       # it would be ended at once; the status says what is waited for
     return case.decision(ActionKind.START, "starting the next generation")
 
 
+def _short_of_memory(case: Case) -> bool:
+    available = case.snapshot.memory.available_bytes
+    return available is not None and available < case.policy.floor_bytes + case.policy.margin_bytes
+
+
 _RULES: Mapping[Phase, tuple[Rule, ...]] = {
-    Phase.STARTING: (_asked_to_end, *FAILURES, healthy_without_hooks, _became_ready, hung,
-                     start_stalled),
-    Phase.UP: (_asked_to_end, _asked_to_drain, *FAILURES, hung),
-    Phase.DRAINING: (_asked_to_end, _asked_to_resume, *FAILURES, hung),
+    Phase.STARTING: (_asked_to_end, *FAILURES, others, healthy_without_hooks, _became_ready, hung, start_stalled),
+    Phase.UP: (_asked_to_end, _asked_to_drain, *FAILURES, others, hung),
+    Phase.DRAINING: (_asked_to_end, _asked_to_resume, *FAILURES, others, hung),
     Phase.STOPPING: (_tree_ended,),
     Phase.BACKING_OFF: (_asked_to_rest, _asked_to_start, _time_to_start),
     Phase.FAILED: (_asked_to_start,),      # asked to stop it stays failed: that it had failed must not be lost
     Phase.STOPPED: (_asked_to_start,),
+}
+# On a member: its own faults, and the leader's word. When a start has stalled is seen at the leader, which has the API.
+_MEMBER: Mapping[Phase, tuple[Rule, ...]] = {
+    Phase.STARTING: (_asked_to_end, *FAILURES, others, _became_ready, hung),
+    Phase.UP: (_asked_to_end, *FAILURES, others, hung),
+    Phase.DRAINING: (_asked_to_end, *FAILURES, others, hung),
+    Phase.STOPPING: (_tree_ended,),
+    Phase.BACKING_OFF: (_asked_to_rest, _ordered),
+    Phase.FAILED: (),
+    Phase.STOPPED: (_ordered,),
 }

@@ -19,7 +19,7 @@ def get(name: str) -> Engine:
 
 
 def hook_roles(spec: WorkerSpec) -> tuple[tuple[str, str, int], ...]:
-    """(hook, role, processes) of every wanted hook: where it must be in force."""
+    """(hook, role, processes) of every wanted hook: where it must be in force on this host."""
     counts = {expected.role: expected.least for expected in get(spec.engine).processes(spec)}
     return tuple((hook, role, counts[role])
-                 for hook in spec.hooks for role in wire.HOOK_ROLES[spec.engine].get(hook, ()))
+                 for hook in spec.hooks for role in wire.HOOK_ROLES[spec.engine].get(hook, ()) if role in counts)

@@ -34,6 +34,15 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Which of several hosts this is, and where all their ranks meet. `rank` 0: the leader, which serves the API."""
+    rank: int
+    count: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Wish:
     """What the plan wants from an engine's command line. None: leave it to the engine. Tokens and seconds."""
     worker: Worker
@@ -45,6 +54,7 @@ class Wish:
     context: int | None                # largest length, where it must be set
     drain_seconds: float
     hooks: tuple[str, ...]
+    place: Place | None = None         # None: one host
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,7 @@ class Engine(Protocol):
     transfer_roles: tuple[str, ...]            # roles that listen for their peers
     transfer_port: int                         # where the first of them does
     transfers: tuple[str, ...]                 # what may carry KV; empty: the engine knows
+    spans_hosts: bool                          # one worker may have ranks on several hosts
     whole_steps: bool                          # on a device its step records end with the result, else with the last launch
 
     def transfer_host(self, host: str, address: str) -> str:
@@ -120,7 +131,7 @@ class Engine(Protocol):
         ...
 
     def processes(self, spec: WorkerSpec) -> tuple[Expected, ...]:
-        """The processes, by the role in their hello, that a whole worker has."""
+        """The processes, by the role in their hello, that a whole worker has on this host."""
         ...
 
     def health(self, spec: WorkerSpec) -> Probe: ...

@@ -49,6 +49,7 @@ class SGLang:
     transfer_roles = ("prefill",)      # the bootstrap server
     transfer_port = 8998
     transfers = ()                     # plugins add to them (arg_groups/choices.py)
+    spans_hosts = True
     whole_steps = True
 
     def transfer_host(self, host: str, address: str) -> str:
@@ -85,12 +86,14 @@ class SGLang:
 
     @staticmethod
     def _base(wish: Wish) -> tuple[str, ...]:
-        worker = wish.worker
+        worker, place = wish.worker, wish.place
+        meeting = () if place is None else ("--nnodes", str(place.count), "--node-rank", str(place.rank),
+                                            "--dist-init-addr", f"{place.address}:{place.port}")
         return ("--model-path", wish.model, "--host", worker.host, "--port", str(worker.port),
                 *given("--tp-size", worker.tensor_parallel, unless=1),
                 *given("--pp-size", worker.pipeline_parallel, unless=1),
                 *given("--served-model-name", wish.served_model),
-                *given("--disaggregation-mode", worker.role, unless="both"))
+                *given("--disaggregation-mode", worker.role, unless="both"), *meeting)
 
     def environment(self) -> Mapping[str, str]:
         # On by default, they keep a dead engine's port open: 5 s (dead rank) to 65 s (dead detokenizer), measured.
@@ -127,8 +130,8 @@ class SGLang:
         return match_step(_STEPS, text)
 
     def processes(self, spec: WorkerSpec) -> tuple[Expected, ...]:
-        ranks = spec.tensor_parallel * spec.pipeline_parallel
-        return Expected("scheduler", ranks, ranks), Expected("detokenizer", 1, 1)
+        schedulers = Expected("scheduler", spec.ranks_here, spec.ranks_here)
+        return (schedulers,) if spec.node else (schedulers, Expected("detokenizer", 1, 1))
 
     def health(self, spec: WorkerSpec) -> Probe:
         return Probe("GET", url(spec, "/health"), {})

@@ -62,6 +62,7 @@ class VLLM:
     transfer_roles = ("prefill", "decode")       # NIXL's side channel
     transfer_port = 5600
     transfers = ("nixl",)
+    spans_hosts = True
     whole_steps = False
 
     def transfer_host(self, host: str, address: str) -> str:
@@ -98,12 +99,16 @@ class VLLM:
 
     @staticmethod
     def _base(wish: Wish) -> tuple[str, ...]:
-        worker = wish.worker
+        worker, place = wish.worker, wish.place
+        meeting: tuple[str, ...] = ()
+        if place is not None:
+            meeting = ("--nnodes", str(place.count), "--node-rank", str(place.rank), "--master-addr", place.address,
+                       "--master-port", str(place.port), *(("--headless",) if place.rank else ()))
         model = (wish.model,) if wish.command[-1:] == ("serve",) else ("--model", wish.model)
         return (*model, "--host", worker.host, "--port", str(worker.port),
                 *given("--tensor-parallel-size", worker.tensor_parallel, unless=1),
                 *given("--pipeline-parallel-size", worker.pipeline_parallel, unless=1),
-                *given("--served-model-name", wish.served_model))
+                *given("--served-model-name", wish.served_model), *meeting)
 
     def environment(self) -> Mapping[str, str]:
         return {}
@@ -147,9 +152,11 @@ class VLLM:
         return match_step(_STEPS, text)
 
     def processes(self, spec: WorkerSpec) -> tuple[Expected, ...]:
-        ranks = spec.tensor_parallel * spec.pipeline_parallel
+        ranks = spec.ranks_here
+        if spec.node:              # an executor without an engine core (entrypoints/cli/serve.py run_headless)
+            return (Expected("worker", ranks, ranks),)
         # A single rank on a GPU runs inside the engine core (config/parallel.py: "uni"); on the CPU it is a process.
-        inside = ranks == 1 and value(spec.argv, _EXECUTOR) != "mp"
+        inside = ranks == spec.nodes == 1 and value(spec.argv, _EXECUTOR) != "mp"
         return Expected("engine-core", 1, 1), Expected("worker", 0 if inside else ranks, ranks)
 
     def health(self, spec: WorkerSpec) -> Probe:

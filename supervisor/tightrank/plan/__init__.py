@@ -11,9 +11,20 @@ from typing import Any
 from tightrank import engines
 from tightrank.adapter import wire
 from tightrank.config import Config, Worker
-from tightrank.config.flags import FLAGS, MASK, OWN_KEYS, USER_OF_URL, has, names, secret_values, value, without_secrets
+from tightrank.config.flags import (
+    FLAGS,
+    MASK,
+    NODE_FLAGS,
+    OWN_KEYS,
+    USER_OF_URL,
+    has,
+    names,
+    secret_values,
+    value,
+    without_secrets,
+)
 from tightrank.config.units import format_size
-from tightrank.engines.base import Engine, Wish, number
+from tightrank.engines.base import Engine, Place, Wish, number
 from tightrank.host import HostFacts
 from tightrank.inputs import Inputs
 from tightrank.plan import hooks, pd
@@ -31,6 +42,7 @@ def build(config: Config, host: HostFacts, inputs: Inputs) -> tuple[WorkerSpec, 
     _refuse_floor(config, host)
     engine = engines.get(config.engine)
     _refuse_hooks(config, engine)
+    _refuse_nodes(config, engine)
     return tuple(_worker(config, index, engine, inputs) for index in range(len(config.workers)))
 
 
@@ -39,6 +51,16 @@ def _refuse_hooks(config: Config, engine: Engine) -> None:
         if hook not in engine.releases:
             raise config.error("hooks", f"{hook} is not there for {engine.name}, whose hooks are {', '.join(engine.releases)}; "
                                f"take {hook} out of hooks", "hook-unavailable")
+
+
+def _refuse_nodes(config: Config, engine: Engine) -> None:
+    if not config.nodes.addresses:
+        return
+    if not engine.spans_hosts:
+        raise config.error("nodes.addresses", f"{engine.name} runs on one host; leave nodes out")
+    for index, worker in enumerate(config.workers):
+        if found := [flag for flag in NODE_FLAGS[config.engine] if has(worker.args, flag)]:
+            raise config.error(f"workers[{index}].args", f"{found[0]} is said by the section nodes; leave it out")
 
 
 def _refuse_floor(config: Config, host: HostFacts) -> None:
@@ -91,6 +113,7 @@ def _worker(config: Config, index: int, engine: Engine, inputs: Inputs) -> Worke
         schedule=schedule(steered.spec, steered.context) if steered else (),
         drain_seconds=config.limits.drain_seconds, start_stall_seconds=config.limits.start_stall_seconds,
         address=told.address, transfer_host=told.host, transfer_port=told.port, api_key=inputs.api_keys.get(worker.name),
+        node=config.nodes.rank or 0, nodes=config.nodes.count,
         notes=(*_line_notes(chosen, steered), *env_notes, *told.notes,
                *hooked.notes))
 
@@ -130,8 +153,13 @@ def _argv(config: Config, worker: Worker, engine: Engine, chosen: Chosen | None)
     wish = Wish(worker=worker, model=config.model, served_model=config.served_model, as_written=config.as_written,
                 command=config.command, maximum=chosen.spec.maximum if chosen else None,
                 context=chosen.context if chosen and chosen.cap else None, drain_seconds=config.limits.drain_seconds,
-                hooks=config.hooks)
+                hooks=config.hooks, place=_place(config))
     return (*config.command, *engine.arguments(wish))
+
+
+def _place(config: Config) -> Place | None:
+    nodes = config.nodes
+    return Place(nodes.rank or 0, nodes.count, nodes.addresses[0], nodes.port) if nodes.addresses else None
 
 
 def _served_model(config: Config, worker: Worker) -> str:

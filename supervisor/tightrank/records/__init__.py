@@ -16,6 +16,7 @@ from tightrank.records.life import (
     StartStep,
     WorkerView,
 )
+from tightrank.records.nodes import NodeOwn, NodeStatus, NodesView
 from tightrank.records.reading import (
     Line,
     MemoryReading,
@@ -30,6 +31,7 @@ from tightrank.records.status import Comparison, Event, LevelStatus, Pulse, Rank
 
 __all__ = [
     "ActionKind", "ChunkBand", "Comparison", "Decision", "Diagnosis", "Event", "Failure", "LevelStatus", "Line", "LineSpec",
-    "MemoryReading", "Phase", "ProbeResult", "ProcessId", "ProcessReading", "Pulse", "RankPulse", "RankReading", "Request",
-    "Shed", "Snapshot", "Stall", "StartStep", "Status", "WorkerReading", "WorkerSpec", "WorkerStatus", "WorkerView",
+    "MemoryReading", "NodeOwn", "NodeStatus", "NodesView", "Phase", "ProbeResult", "ProcessId", "ProcessReading", "Pulse",
+    "RankPulse", "RankReading", "Request", "Shed", "Snapshot", "Stall", "StartStep", "Status", "WorkerReading", "WorkerSpec",
+    "WorkerStatus", "WorkerView",
 ]

@@ -4,10 +4,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tightrank.records.reading import Line
 from tightrank.records.spec import LineSpec
+
+if TYPE_CHECKING:
+    from tightrank.records.nodes import NodesView
 
 
 class Phase(StrEnum):
@@ -120,6 +123,7 @@ class WorkerView:
     context_tokens: int | None = None
     evidence: tuple[Any, ...] = ()         # auto: of each rank's steps, see auto/peaks.py
     prefill_width: int = 0                 # keys of its last prefill step: how long the prompt is by now
+    nodes: NodesView | None = None         # what the other hosts mean for it; None: it runs on this one alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,16 @@ class WorkerSpec:
     transfer_port: int | None = None    # None: nowhere
     api_key: str | None = None     # the engine's own, for our canary
     predicted: Mapping[str, float] = field(default_factory=dict)     # terms of calibration.py that the plan computes
+    node: int = 0                  # of `nodes` hosts that its ranks are spread over; 0: the leader
+    nodes: int = 1
     notes: tuple[str, ...] = ()    # sentences for `tightrank plan`: what we set and why
     generation: int = 0
     run_directory: str = ""
+
+    @property
+    def ranks_here(self) -> int:
+        """How many of its ranks run on this host."""
+        return self.tensor_parallel * self.pipeline_parallel // self.nodes
 
     def listens(self) -> tuple[tuple[str, int], ...]:
         """(host, port) of all its listening sockets that we name."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tightrank.records.life import Diagnosis, Phase, Shed, StartStep
+from tightrank.records.nodes import NodeStatus
 from tightrank.records.reading import MemoryReading, ProcessReading, RankReading
 from tightrank.records.spec import LineSpec
 
@@ -129,3 +130,4 @@ class Status:
     tightest_rank: Mapping[str, Any] | None    # {"worker", "rank", "available_bytes"}
     workers: tuple[WorkerStatus, ...]
     levels: tuple[LevelStatus, ...] = ()
+    nodes: tuple[NodeStatus, ...] = ()         # the worker's other hosts

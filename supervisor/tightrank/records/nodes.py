@@ -1,0 +1,53 @@
+"""What the other hosts of a worker mean for it."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tightrank.records.life import Diagnosis, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class NodesView:
+    """Of one worker whose ranks live on several hosts, at this moment.
+
+    On the leader `blocked` says why no generation can start ("": one can), and `whole` whether the ranks of all other hosts
+    are in force. On a member `wanted` is the generation that it is to run (None: none), `admitted` whether that one is up at
+    the leader, `draining` whether it is being ended on request. `trouble`: why this generation must end here.
+    """
+    leads: bool
+    trouble: Diagnosis | None = None
+    blocked: str = ""
+    whole: bool = False
+    wanted: int | None = None
+    admitted: bool = False
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOwn:
+    """How the worker is on this host after a tick, for the others. `ready`: all its ranks of this host are there and every
+    wanted hook is in force; `stopping`: the supervisor is being ended."""
+    name: str
+    phase: Phase
+    generation: int
+    drains: bool
+    stopping: bool
+    ready: bool
+    diagnosis: Diagnosis | None
+    budget: int | None
+    available_bytes: int | None
+    floor_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One host of a worker as another one knows it."""
+    node: int
+    address: str
+    heard_seconds_ago: float | None    # None: never
+    phase: str
+    generation: int
+    available_bytes: int | None
+    floor_bytes: int
+    budget: int | None                 # of the line, token², that this host allows
+    reason: str                        # why it is not ready, "" when it is
