@@ -165,15 +165,19 @@ class Daemon:
         found = self.others.view(view, now)
         if found is None:
             return view
-        worker.hear_others(found.trouble)
+        worker.hear_others(found, now)
         return replace(view, nodes=found)
 
     def _own(self, worker: Worker, snapshot: Snapshot) -> NodeOwn:
-        ranks, roles = snapshot.workers[worker.template.name].ranks, engines.hook_roles(worker.template)
-        return NodeOwn(worker.template.name, worker.phase, worker.generation, worker.drains, self.stops > 0,
-                       worker.run is not None and bool(ranks) and not missing_hooks(roles, ranks), worker.diagnosis,
-                       worker.run.budget if worker.run else None, snapshot.memory.available_bytes,
-                       snapshot.guard.get("floor_bytes") or self.config.guard.floor_bytes)
+        ranks, roles, run = snapshot.workers[worker.template.name].ranks, engines.hook_roles(worker.template), worker.run
+        told = run.steering if run is not None else None
+        return NodeOwn(
+            name=worker.template.name, phase=worker.phase, generation=worker.generation, drains=worker.drains,
+            stopping=self.stops > 0, ready=run is not None and bool(ranks) and not missing_hooks(roles, ranks),
+            diagnosis=worker.diagnosis, budget=told.budget if told else None, shed=told.shed if told else None,
+            aborts=told.aborts if told else 0, abort_why=told.abort_why if told else "",
+            available_bytes=snapshot.memory.available_bytes,
+            floor_bytes=snapshot.guard.get("floor_bytes") or self.config.guard.floor_bytes)
 
     # --- one tick, in order -------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +28,11 @@ from tightrank.records import (
     ProbeResult,
     ProcessId,
     RankReading,
-    Shed,
     StartStep,
     WorkerReading,
     WorkerSpec,
 )
+from tightrank.steering import Say, Steering
 from tightrank.watch import Watched
 
 if TYPE_CHECKING:
@@ -45,9 +45,6 @@ _STEPS = list(StartStep)
 _WAITS = re.compile(r"No available shared memory broadcast block|[Ww]aiting for ")
 _COMPUTING = ("worker", "runner", "scheduler", "engine-core")
 TAIL_LINES = 40
-BUDGET_SECONDS = 1.0               # between two requests with the same budget; a rank says it with its next look
-
-Say = Callable[[str, str, Mapping[str, object]], None]
 
 
 class Generation:
@@ -80,11 +77,7 @@ class Generation:
         self.exit_status: int | None = None
         self.lost_role: str | None = None  # of the first process that said hello and is gone
         self.prefills = Prefills(spec, engines.get(spec.engine).whole_steps, now)
-        self.budget = spec.line.budget if spec.line else None    # of the line, as we last told it
-        self.shed: Shed | None = None
-        self.aborts, self.abort_why = 0, ""
-        self._budget_sent: Future[str] | None = None
-        self._budget_due = now
+        self.steering = Steering(spec, self.launched.control, say, now)
         self.turns = Turns()
         self.reading: WorkerReading | None = None            # the last one
         self.clues = Clues(self.launched.main.pid)
@@ -218,26 +211,6 @@ class Generation:
             if self.result.health_ok and self.healthy_since is None:
                 self.healthy_since = self.progress = now
                 self.step = StartStep.WARMING
-
-    def tell_budget(self, budget: int, now: float) -> None:
-        """The line's budget from now on. vLLM's scheduler reads it from the page; others are asked (`step_budget`)."""
-        self.budget, self._budget_due = budget, now
-        if self.launched.control is not None:
-            self.launched.control.publish(budget)
-
-    def step_budget(self, prober: Prober, reading: WorkerReading, now: float) -> None:
-        """Asks the engine again until each rank that tells its budget has ours. Where it is read from the page: nothing."""
-        call = engines.get(self.spec.engine).budget(self.spec, self.budget) if self.budget is not None else None
-        told = {rank.facts["line_budget"] for rank in reading.ranks if "line_budget" in rank.facts}
-        if call is None or told <= {self.budget}:
-            return
-        if self._budget_sent is not None and self._budget_sent.done():
-            why, self._budget_sent = self._budget_sent.result(), None
-            if why and why not in self._problems:
-                self._problems.add(why)
-                self._say("line", f"the engine was told the line's budget and refused: {why}", {})
-        if self._budget_sent is None and now >= self._budget_due:
-            self._budget_sent, self._budget_due = prober.send(call), now + BUDGET_SECONDS
 
     @property
     def proof(self) -> Diagnosis | None:

@@ -53,7 +53,8 @@ def _worker(worker: Worker, snapshot: Snapshot, policy: Policy, aim: Aim | None,
         served_model=spec.served_model, address=spec.address, transfer_port=spec.transfer_port,
         longest_step_seconds=run.prefills.longest_seconds if run else None, drains=worker.drains,
         headroom=run.headroom if run else None, shed=_shed(run, pace, snapshot.monotonic) if run else None,
-        aborts=run.aborts if run else 0, abort_why=run.abort_why if run else "", bundle=worker.bundle,
+        aborts=run.steering.aborts_in_force[0] if run else 0, bundle=worker.bundle,
+        abort_why=run.steering.aborts_in_force[1] if run else "",
         pace=asdict(pace) if pace else None, comparisons=worker.comparisons)
 
 
@@ -65,10 +66,11 @@ def _facts(reading: WorkerReading, name: str) -> list[int]:
 
 def _shed(run: Generation, pace: Pace | None, now: float) -> Shed | None:
     """What is refused now. Memory comes back when the prefill under way has ended, and the level goes back a pause later."""
-    if run.shed is None or pace is None:
-        return run.shed
+    shed = run.steering.shed_in_force
+    if shed is None or pace is None:
+        return shed
     seconds = _under_way_seconds(run, pace, run.prefills.width_now(now))
-    return replace(run.shed, retry_after_seconds=run.shed.retry_after_seconds + ceil(seconds))
+    return replace(shed, retry_after_seconds=shed.retry_after_seconds + ceil(seconds))
 
 
 def _under_way_seconds(run: Generation, pace: Pace, width: int) -> float:
@@ -85,7 +87,7 @@ def _chunk_tokens(run: Generation, prefix: int) -> int:
     spec = run.spec.line
     if spec is None:
         return DEFAULT_MAXIMUM
-    return line.chunk_tokens(run.budget or spec.budget, prefix, **spec.keywords()) or spec.minimum
+    return line.chunk_tokens(run.steering.budget_in_force or spec.budget, prefix, **spec.keywords()) or spec.minimum
 
 
 def _line(planned: LineSpec | None, reading: WorkerReading) -> LineSpec | None:

@@ -31,6 +31,7 @@ from tightrank.records import (
     Event,
     Failure,
     Line,
+    NodesView,
     Phase,
     Request,
     Snapshot,
@@ -113,10 +114,13 @@ class Worker:
         if self.run and lines:
             self.run.hear_kernel(lines)
 
-    def hear_others(self, trouble: Diagnosis | None) -> None:
-        """What another host says of its ranks, where ours are being ended for what may be no more than its echo."""
-        if trouble is not None and self._end is not None and self.diagnosis is not None and \
-                self.diagnosis.cause in _ECHOES and trouble.cause not in _ECHOES:
+    def hear_others(self, others: NodesView, now: float) -> None:
+        """What the other hosts allow, and what they say of their ranks where ours are being ended for what may be its echo."""
+        if self.run is not None:
+            self.run.steering.hear_others(others, now)
+        trouble, known = others.trouble, self.diagnosis
+        if trouble is not None and self._end is not None and known is not None and known.cause in _ECHOES and \
+                trouble.cause not in _ECHOES:
             self._blame(trouble)
 
     def receive(self) -> list[wire_types.Step]:
@@ -132,7 +136,7 @@ class Worker:
         if self.phase is Phase.STARTING:
             self.run.step_probe(self._around.prober, now)
         elif self.phase in (Phase.UP, Phase.DRAINING):
-            self.run.step_budget(self._around.prober, snapshot.workers[self.template.name], now)
+            self.run.steering.step(self._around.prober, snapshot.workers[self.template.name], now)
             self._calibrate(snapshot.workers[self.template.name], now)
         if self._failures and self.phase is Phase.UP and now - self.since > STEADY_SECONDS:
             self._forget_failures()
@@ -170,9 +174,9 @@ class Worker:
             ended=self._unspawned or (self._end is not None and self._end.ended),
             end_trouble=self._end.trouble(now) if self._end else None, diagnosis=self.diagnosis,
             failures_in_row=self._failures, next_start_monotonic=self.next_start, requests=requests,
-            restart_wanted=self._restart_wanted, line=spec.line, budget=run.budget if run else None,
+            restart_wanted=self._restart_wanted, line=spec.line, budget=run.steering.budget if run else None,
             context_tokens=spec.context_tokens, evidence=run.prefills.evidence(now) if run else (),
-            shed=run.shed if run else None, prefill_width=run.prefills.width_now(now) if run else 0,
+            shed=run.steering.shed if run else None, prefill_width=run.prefills.width_now(now) if run else 0,
             stall=run.turns.stall if run else None)
 
     def watched(self) -> Watched:
@@ -313,16 +317,15 @@ class Worker:
 
     def _tighten(self, decision: Decision, now: float) -> None:
         if self.run is not None and decision.budget is not None:
-            self.run.tell_budget(decision.budget, now)
+            self.run.steering.tell_budget(decision.budget, now)
 
     def _shed(self, decision: Decision, now: float) -> None:
         if self.run is not None:
-            self.run.shed = decision.shed
+            self.run.steering.shed = decision.shed
 
     def _abort(self, decision: Decision, now: float) -> None:
-        """For the gateway, which knows the requests."""
         if self.run is not None:
-            self.run.aborts, self.run.abort_why = self.run.aborts + 1, decision.sentence
+            self.run.steering.abort(decision.sentence)
 
     def _close(self) -> None:
         if self.phase is Phase.STOPPING and self.diagnosis is not None:

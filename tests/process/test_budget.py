@@ -12,8 +12,9 @@ import pytest
 from samples import LINE, rank
 from tightrank.adapter import pages
 from tightrank.engines.base import Probe
-from tightrank.generation import BUDGET_SECONDS, Generation
+from tightrank.generation import Generation
 from tightrank.records import WorkerReading, WorkerSpec
+from tightrank.steering import BUDGET_SECONDS
 
 
 class Orders:
@@ -56,31 +57,31 @@ def seen(*budgets: int) -> WorkerReading:
 def test_vllm_reads_it_from_the_page_and_is_not_asked(make: Any, tmp_path: Path) -> None:
     generation, _ = make("vllm")
     orders = Orders()
-    generation.tell_budget(1000, 1.0)
-    generation.step_budget(orders, seen(LINE.budget), 1.0)
+    generation.steering.tell_budget(1000, 1.0)
+    generation.steering.step(orders, seen(LINE.budget), 1.0)
     assert pages.ControlReader(str(tmp_path / "vllm")).budget() == 1000 and orders.sent == []
 
 
 def test_sglang_is_asked_until_each_rank_has_it(make: Any) -> None:
     generation, said = make("sglang")
     orders = Orders()
-    generation.step_budget(orders, seen(LINE.budget, LINE.budget), 1.0)
+    generation.steering.step(orders, seen(LINE.budget, LINE.budget), 1.0)
     assert orders.sent == [], "nothing was wanted"
-    generation.tell_budget(1000, 2.0)
-    generation.step_budget(orders, seen(LINE.budget, LINE.budget), 2.0)
+    generation.steering.tell_budget(1000, 2.0)
+    generation.steering.step(orders, seen(LINE.budget, LINE.budget), 2.0)
     assert [call.body for call, _ in orders.sent] == [{"server_args": {"tightrank_line_budget": 1000}}]
-    generation.step_budget(orders, seen(LINE.budget, LINE.budget), 60.0)
+    generation.steering.step(orders, seen(LINE.budget, LINE.budget), 60.0)
     assert len(orders.sent) == 1, "one at a time"
     orders.sent[0][1].set_result("")
-    generation.step_budget(orders, seen(1000, LINE.budget), 60.1)
+    generation.steering.step(orders, seen(1000, LINE.budget), 60.1)
     assert len(orders.sent) == 2, "one rank has it still to say"
     orders.sent[1][1].set_result("POST ...: 401")
-    generation.step_budget(orders, seen(1000, LINE.budget), 60.2)
+    generation.steering.step(orders, seen(1000, LINE.budget), 60.2)
     assert len(orders.sent) == 2 and said == ["line: the engine was told the line's budget and refused: POST ...: 401"]
-    generation.step_budget(orders, seen(1000, LINE.budget), 60.2 + BUDGET_SECONDS)
+    generation.steering.step(orders, seen(1000, LINE.budget), 60.2 + BUDGET_SECONDS)
     orders.sent[2][1].set_result("POST ...: 401")
-    generation.step_budget(orders, seen(1000, 1000), 70.0)
-    generation.step_budget(orders, seen(1000, 1000), 80.0)
+    generation.steering.step(orders, seen(1000, 1000), 70.0)
+    generation.steering.step(orders, seen(1000, 1000), 80.0)
     assert len(orders.sent) == 3 and len(said) == 1, "it is said once"
 
 
@@ -88,6 +89,6 @@ def test_the_last_one_counts(make: Any) -> None:
     generation, _ = make("sglang")
     orders = Orders()
     for budget in (1000, 2000):
-        generation.tell_budget(budget, time.monotonic())
-    generation.step_budget(orders, seen(LINE.budget), time.monotonic())
+        generation.steering.tell_budget(budget, time.monotonic())
+    generation.steering.step(orders, seen(LINE.budget), time.monotonic())
     assert [call.body["server_args"]["tightrank_line_budget"] for call, _ in orders.sent if call.body] == [2000]

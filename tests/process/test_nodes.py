@@ -32,6 +32,7 @@ class Hosts:
             place.mkdir()
             made = Deployment(place, engine=engine, model=model, tensor_parallel=NODES, settings={
                 "http": {"host": address, "port": port},
+                "line": {"budget": 8_000_000},
                 "nodes": {"addresses": addresses, "port": meeting, "token_file": str(token)}})
             body = json.loads(made.file.read_text())
             body["workers"][0] |= {"host": address, "port": engine_port}
@@ -183,6 +184,25 @@ def test_hosts_that_differ_do_not_start_and_say_in_what(hosts: Callable[[str], H
     three.start()
     wait_until(lambda: "another configuration" in three.worker(0).get("reason", ""), 20, "they disagree")
     assert three.worker(0)["generation"] == 0 and "node 1 (127.0.0.2)" in three.worker(0)["reason"]
+
+
+def test_the_tightest_host_decides_for_all(hosts: Callable[[str], Hosts]) -> None:
+    """Its levels lower its budget and refuse long prompts; the leader, which has memory, does both for the whole worker."""
+    three = hosts("sglang")
+    body = json.loads(three.all[2].file.read_text())
+    body["guard"] |= {"tighten": {"threshold": "1000GiB", "pause": "1s", "duration": "500ms"}, "abort": {"mode": "off"},
+                      "shed": {"threshold": "1000GiB", "duration": "500ms"}}
+    three.all[2].file.write_text(json.dumps(body))
+    three.start()
+    three.wait_up()
+    wait_until(lambda: three.worker(0)["line_budget"] < 8_000_000, 20, "the leader's ranks have the lower budget")
+    wait_until(lambda: three.worker(0)["shed"], 20, "the leader refuses too")
+    assert "node 2 (127.0.0.3)" in three.worker(0)["shed"]["why"]
+    [told, *_] = [event["sentence"] for event in three.all[0].events("line")]
+    assert "node 2 (127.0.0.3) allows no more" in told
+    row = three.status(0)["nodes"][1]
+    assert row["budget"] < 8_000_000 and row["available_bytes"] > 0
+    assert three.status(0)["nodes"][0]["budget"] == 8_000_000
 
 
 def test_who_does_not_know_the_token_is_told_nothing(hosts: Callable[[str], Hosts]) -> None:

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engines", "host", "inputs", "logs", "gateway", "hang", "auto", "verify"),
     ("readers",),
     ("plan", "diagnose", "decide", "levels", "watch", "launch", "admission", "breaker", "hygiene", "clues"),
-    ("check", "act", "calibration", "prefills"),
+    ("check", "act", "calibration", "prefills", "steering"),
     ("generation", "stacks", "survey", "leftovers"),
     ("ending",),
     ("worker",),

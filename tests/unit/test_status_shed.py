@@ -17,7 +17,8 @@ SHED = Shed(2048, 30, "memory is short")
 
 def run(width: int, context: int | None = 131_072, line: LineSpec | None = LINE, shed: Shed | None = SHED) -> Any:
     """A generation whose last prefill step had `width` keys."""
-    return SimpleNamespace(shed=shed, budget=None, spec=SimpleNamespace(context_tokens=context, line=line),
+    return SimpleNamespace(steering=SimpleNamespace(shed_in_force=shed, budget_in_force=None),
+                           spec=SimpleNamespace(context_tokens=context, line=line),
                            prefills=SimpleNamespace(width_now=lambda now: width))
 
 
@@ -33,7 +34,7 @@ def test_a_prompt_under_way_may_be_as_long_again(width: int, context: int | None
 
 def test_in_the_chunks_that_the_lowered_line_allows() -> None:
     lowered = run(100_000)
-    lowered.budget = LINE.floor_budget
+    lowered.steering.budget_in_force = LINE.floor_budget
     found, before = _shed(lowered, PACE, 0.0), _shed(run(100_000), PACE, 0.0)
     exact = PACE.prompt_seconds(31_072, lambda _: 256, 100_000)
     assert found and before and found.retry_after_seconds == pytest.approx(30 + exact, rel=0.02)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightrank.config import Nodes
 from tightrank.errors import CAUSES
@@ -34,7 +34,8 @@ class Leader:
         self._heard: dict[int, _Heard] = {}
         self._crew: dict[int, str] = {}        # node -> its supervisor, when this generation began
         self._began = 0.0
-        self._orders = Orders(leader=self._me, generation=None, admitted=False, draining=False, why="the leader starts")
+        self._orders = Orders(number=1, leader=self._me, generation=None, admitted=False, draining=False,
+                              why="the leader starts")
         self._told = 0.0                       # when they were last looked at by a tick
 
     # --- from HTTP ----------------------------------------------------------------------------------------------------
@@ -67,7 +68,8 @@ class Leader:
         troubles = self._said(heard, view.generation) if view.phase is Phase.STOPPING else \
             self._troubles(heard, view.generation, now) if view.phase in RUNNING else iter(())
         trouble = next(troubles, None)
-        return NodesView(True, trouble, next(self._blocks(heard, now), ""), whole)
+        return replace(self._steering(heard, view.generation, now), trouble=trouble, whole=whole,
+                       blocked=next(self._blocks(heard, now), ""))
 
     def publish(self, own: NodeOwn, now: float) -> None:
         """After a tick: a generation that was started in it has the crew that was heard last."""
@@ -77,7 +79,9 @@ class Leader:
                 self._crew = {node: each.report.supervisor for node, each in self._heard.items()}
                 self._began = now
             self._told = now
-            self._orders = Orders(leader=self._me, generation=own.generation if runs else None, admitted=own.phase is Phase.UP,
+            generation = own.generation if runs else None
+            number = self._orders.number + (generation != self._orders.generation)
+            self._orders = Orders(number=number, leader=self._me, generation=generation, admitted=own.phase is Phase.UP,
                                   draining=own.drains, why=self._why(own, now))
 
     def next_generation(self, worker: str) -> int:
@@ -92,6 +96,19 @@ class Leader:
 
     def close(self) -> None:
         pass
+
+    def _steering(self, heard: Mapping[int, _Heard], generation: int, now: float) -> NodesView:
+        """What the others allow; nothing is known of it while one of them is not heard of."""
+        reports = [(self._name(node), each.report) for node, each in sorted(heard.items())
+                   if self._runs(each.report, generation) and not self._late(each, now)]
+        if len(reports) < self._nodes.count - 1:
+            return NodesView(True)
+        budgets = [(report.budget, name) for name, report in reports if report.budget is not None]
+        sheds = [report.shed.shed(name) for name, report in reports if report.shed is not None]
+        budget, who = min(budgets, default=(None, ""))
+        return NodesView(True, budget=budget, budget_from=who, shed=min(sheds, key=lambda shed: shed.new_tokens, default=None),
+                         aborts=sum(report.aborts for _, report in reports),
+                         abort_why=next((f"{name}: {report.abort_why}" for name, report in reports if report.abort_why), ""))
 
     # --- what it makes of them ----------------------------------------------------------------------------------------
 
@@ -111,6 +128,8 @@ class Leader:
                 yield f"{self._name(node)} {why}"
             elif each is not None and not each.report.clean:
                 yield f"{self._name(node)} is not clean yet ({each.report.phase.value}, generation {each.report.generation})"
+            elif each is not None and (each.report.heard_from, each.report.heard) != (self._me, self._orders.number):
+                yield f"{self._name(node)} has not heard yet that nothing runs"
 
     def _absent(self, each: _Heard | None, now: float) -> str:
         """Why nothing can be started there."""

@@ -14,7 +14,7 @@ from tightrank.config import Nodes
 from tightrank.config.units import local_url
 from tightrank.errors import CAUSES
 from tightrank.nodes.leader import RECALLED, RUNNING, lost
-from tightrank.nodes.words import Orders, Report, Trouble
+from tightrank.nodes.words import Orders, Refusal, Report, Trouble
 from tightrank.numbering import Generations
 from tightrank.records import Diagnosis, NodeOwn, NodeStatus, NodesView, Phase, WorkerView
 
@@ -64,11 +64,14 @@ class Member:
 
     def publish(self, own: NodeOwn, now: float) -> None:
         """After a tick."""
+        acted = self._wanted
         self._report = Report(
             node=self._rank, supervisor=self._me, agreement=self._agreement, leader=self._crew, generation=own.generation,
             phase=own.phase, clean=own.phase in CLEAN, stopping=own.stopping or self._over, ready=own.ready,
-            last=self._generations.last(own.name), trouble=None if own.diagnosis is None else Trouble.of(own.diagnosis),
-            available_bytes=own.available_bytes, floor_bytes=own.floor_bytes, budget=own.budget)
+            last=self._generations.last(own.name), heard=acted.number if acted else 0, heard_from=acted.leader if acted else "",
+            trouble=None if own.diagnosis is None else Trouble.of(own.diagnosis), available_bytes=own.available_bytes,
+            floor_bytes=own.floor_bytes, budget=own.budget, shed=None if own.shed is None else Refusal.of(own.shed),
+            aborts=own.aborts, abort_why=own.abort_why[:1000])
         self._reported = now
 
     def next_generation(self, worker: str) -> int:

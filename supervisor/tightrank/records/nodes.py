@@ -1,9 +1,9 @@
 """What the other hosts of a worker mean for it."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tightrank.records.life import Diagnosis, Phase
+from tightrank.records.life import Diagnosis, Phase, Shed
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,16 @@ class NodesView:
     wanted: int | None = None
     admitted: bool = False
     draining: bool = False
+    budget: int | None = None          # leader: the least that another host allows, token²; None: not known now
+    budget_from: str = ""              # which host that is
+    shed: Shed | None = None           # leader: of the host that refuses most
+    aborts: int = 0                    # leader: of all other hosts, in this generation
+    abort_why: str = ""
+
+    def with_steering_of(self, earlier: NodesView) -> NodesView:
+        """This, with what an earlier look knew of budgets and levels."""
+        return replace(self, budget=earlier.budget, budget_from=earlier.budget_from, shed=earlier.shed, aborts=earlier.aborts,
+                       abort_why=earlier.abort_why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +44,10 @@ class NodeOwn:
     stopping: bool
     ready: bool
     diagnosis: Diagnosis | None
-    budget: int | None
+    budget: int | None                 # token², that this host allows
+    shed: Shed | None
+    aborts: int
+    abort_why: str
     available_bytes: int | None
     floor_bytes: int
 
