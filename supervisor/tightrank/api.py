@@ -70,6 +70,7 @@ class ApiSettings:
     plan: Mapping[str, Any] = field(default_factory=dict)
     leader: Leader | None = None       # where this is the leader of several hosts; `nodes_token` is what members must show
     nodes_token: str = field(default="", repr=False)
+    member_of: str = ""                # on a member: where the leader is
 
 
 class Admission(BaseModel):
@@ -219,6 +220,9 @@ def _writing(parts: _Parts) -> APIRouter:
         if action not in _SENTENCES:
             raise HTTPException(404, {"message": f"{action!r}: a worker can be asked to {', '.join(_SENTENCES)}",
                                       "code": "action_not_found"})
+        if parts.settings.member_of:
+            raise HTTPException(409, {"message": f"{name} is led from {parts.settings.member_of}: ask there for {action}",
+                                      "code": "wrong_node"})
         if phase not in _PHASES[action]:
             raise HTTPException(409, {"message": f"{name} is {phase.value}: {action} can be asked of a worker that is "
                                                  f"{', '.join(sorted(_PHASES[action]))}", "code": "wrong_phase"})

@@ -283,8 +283,9 @@ class Daemon:
     def _api_settings(self) -> api.ApiSettings:
         token = self._secret("http.token_file", self.config.http.token_file) or os.environ.get("TIGHTRANK_TOKEN")
         leader = self.others if isinstance(self.others, nodes.Leader) else None
+        member_of = self.config.nodes.addresses[0] if self.config.nodes.rank else ""
         return api.ApiSettings(not is_loopback(self.config.http.host), self.state, token, plan.to_json(self.specs), leader,
-                               self._secret("nodes.token_file", self.config.nodes.token_file))
+                               self._secret("nodes.token_file", self.config.nodes.token_file), member_of)
 
     def _secret(self, key: str, path: str | None) -> str:
         return read_secret(path, partial(self.config.error, key)) if path else ""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tightrank import __version__
-from tightrank.records import LevelStatus, Phase, RankReading, Status, WorkerStatus
+from tightrank.records import LevelStatus, NodeStatus, Phase, RankReading, Status, WorkerStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -60,6 +60,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("line_pair_bytes", "gauge", "Bytes that a prefill step holds for each (row, key) (auto)."),
     Metric("line_row_bytes", "gauge", "Bytes that a prefill step holds for each row (auto)."),
     Metric("line_proven_tokens_squared", "gauge", "The largest prefill step so far (auto)."),
+    Metric("node_heard_seconds", "gauge", "Time since another host of the worker was heard of. Absent until it is."),
+    Metric("node_available_bytes", "gauge", "Available memory of another host of the worker, while it is heard of."),
+    Metric("node_floor_bytes", "gauge", "The floor of that host's guard."),
+    Metric("node_line_budget_tokens_squared", "gauge", "The line's budget that that host allows."),
     Metric("rank_available_bytes", "gauge", "Memory available to the rank."),
     Metric("rank_beat_age_seconds", "gauge", "Time since the rank's own loop last turned."),
     Metric("rank_in_flight", "gauge", "Requests in the rank's scheduler."),
@@ -112,6 +116,8 @@ def _samples(status: Status | None, lost_events: int) -> Iterator[Sample]:
         yield from _level(level)
     for worker in status.workers:
         yield from _worker(worker)
+    for node in status.nodes:
+        yield from _node(node)
 
 
 def _resident_bytes() -> int | None:
@@ -171,6 +177,15 @@ def _worker(worker: WorkerStatus) -> Iterator[Sample]:
     for rank in worker.ranks:
         if rank.alive:
             yield from _rank(worker, rank)
+
+
+def _node(node: NodeStatus) -> Iterator[Sample]:
+    labels = {"node": str(node.node)}
+    yield "node_heard_seconds", labels, node.heard_seconds_ago
+    if node.available_bytes is not None:
+        yield "node_available_bytes", labels, node.available_bytes
+        yield "node_floor_bytes", labels, node.floor_bytes
+        yield "node_line_budget_tokens_squared", labels, node.budget
 
 
 def _auto(worker: WorkerStatus, name: Mapping[str, str]) -> Iterator[Sample]:

@@ -114,6 +114,8 @@ def test_they_start_serve_and_stop_as_one(hosts: Callable[[str], Hosts], engine:
         assert three.ask() == 200
     rows = three.status(0)["nodes"]
     assert [(row["node"], row["phase"], row["reason"]) for row in rows] == [(1, "up", ""), (2, "up", "")]
+    assert "node 2  127.0.0.3  up, generation 1" in three.all[0].run("status", "--node-rank", "0").stdout
+    assert three.all[1].run("restart", "w0", "--node-rank", "1").stderr.strip().endswith("ask there for restart")
     pids = three.pids(0, 1, 2)
     codes = [each.terminate() for each in three.all]
     assert codes == [0, 0, 0] and gone(pids)()

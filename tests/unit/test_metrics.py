@@ -6,13 +6,16 @@ from dataclasses import replace
 
 from samples import LEVELS, failed, rank, status, worker
 from tightrank.metrics import METRICS, render
-from tightrank.records import Phase
+from tightrank.records import NodeStatus, Phase
 
 SAMPLE = re.compile(r'tightrank_(\w+?)(?:\{((?:\w+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (-?[\d.e+-]+)$')
 
 AUTO = {"generation": 1, "budget": 10**8, "binds": True, "sentence": "auto", "tightest_rank": 1, "ranks": [
     {"rank": 1, "available_bytes": 8 << 30, "untouched_bytes": 1 << 30, "room_bytes": 5 << 30, "pairs": 10**9,
      "proven_pairs": 10**8, "pair_bytes": 1.5, "row_bytes": 2048.0, "short_row_bytes": 0.0, "step_bytes": 0.0, "samples": 20}]}
+
+
+NODE = NodeStatus(1, "10.0.0.2", 0.2, "up", 3, 8 << 30, 1 << 30, 10**8, "")
 
 
 def series(text: str) -> dict[str, float]:
@@ -44,11 +47,17 @@ def test_a_ready_deployment() -> None:
 
 
 def test_every_metric_of_the_table_can_appear_and_nothing_else() -> None:
-    full = status(worker(line_auto=AUTO), failed(name="w1"), levels=LEVELS)
+    full = status(worker(line_auto=AUTO), failed(name="w1"), levels=LEVELS, nodes=(NODE,))
     full = replace(full, memory=replace(full.memory, cgroup_limit_bytes=1 << 30))
     names = {key.partition("{")[0] for key in series(render(full))}
     assert names == {metric.name for metric in METRICS}
     assert all((metric.kind == "counter") == metric.name.endswith("_total") for metric in METRICS)
+
+
+def test_a_host_that_is_not_heard_of_has_an_age_and_no_memory() -> None:
+    late = replace(NODE, heard_seconds_ago=9.0, available_bytes=None, phase="unknown")
+    found = [key for key in series(render(status(nodes=(late,)))) if key.startswith("node")]
+    assert found == ['node_heard_seconds{node="1"}']
 
 
 def test_an_auto_line_says_what_each_rank_allows() -> None:

@@ -113,8 +113,8 @@ def _ports(config: Config, specs: Sequence[WorkerSpec]) -> Iterator[ConfigError]
     has_gateway = any(key.startswith("gateway.") and origin != "default" for key, origin in config.places.items())
     taken = {config.gateway.port: "gateway.port"} if has_gateway else {}
     wanted = [("http.port", config.http.host, config.http.port)]
-    wanted += [(f"workers[{index}].{key}", host, port) for index, spec in enumerate(specs)
-               for key, (host, port) in zip(("port", "transfer_port"), spec.listens(), strict=False)]
+    wanted += [(key if "." in key else f"workers[{index}].{key}", host, port) for index, spec in enumerate(specs)
+               for key, host, port in spec.sockets()]
     for key, host, port in wanted:
         if port in taken:
             yield config.error(key, f"{port} is {taken[port]} too; give each its own port", "port-taken")

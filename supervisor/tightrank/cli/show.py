@@ -22,7 +22,17 @@ def status_text(body: Json, colour: bool = False, now_unix: float | None = None)
     lines += [_level(level) for level in body.get("levels", ()) if level["in_force"]]
     for worker in body["workers"]:
         lines += ["", *_worker(worker, colour, now)]
+    lines += [_node(node) for node in body.get("nodes", ())]
     return "\n".join(lines)
+
+
+def _node(node: Json) -> str:
+    """Another host of the worker."""
+    known = node["available_bytes"] is not None
+    memory = f", {gib(node['available_bytes'])} available, floor {gib(node['floor_bytes'])}" if known else ""
+    budget = "" if node["budget"] is None else f", line {node['budget']:.3g} token²"
+    reason = f": {node['reason']}" if node["reason"] else ""
+    return f"  node {node['node']}  {node['address']}  {node['phase']}, generation {node['generation']}{memory}{budget}{reason}"
 
 
 def _level(level: Json) -> str:

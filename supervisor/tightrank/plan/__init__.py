@@ -114,6 +114,7 @@ def _worker(config: Config, index: int, engine: Engine, inputs: Inputs) -> Worke
         drain_seconds=config.limits.drain_seconds, start_stall_seconds=config.limits.start_stall_seconds,
         address=told.address, transfer_host=told.host, transfer_port=told.port, api_key=inputs.api_keys.get(worker.name),
         node=config.nodes.rank or 0, nodes=config.nodes.count,
+        meeting=(config.nodes.addresses[0], config.nodes.port) if config.nodes.addresses and not config.nodes.rank else None,
         notes=(*_line_notes(chosen, steered), *env_notes, *told.notes,
                *hooked.notes))
 

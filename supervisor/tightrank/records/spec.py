@@ -66,6 +66,7 @@ class WorkerSpec:
     predicted: Mapping[str, float] = field(default_factory=dict)     # terms of calibration.py that the plan computes
     node: int = 0                  # of `nodes` hosts that its ranks are spread over; 0: the leader
     nodes: int = 1
+    meeting: tuple[str, int] | None = None     # where the ranks of several hosts meet, on the leader; None: nowhere here
     notes: tuple[str, ...] = ()    # sentences for `tightrank plan`: what we set and why
     generation: int = 0
     run_directory: str = ""
@@ -75,7 +76,12 @@ class WorkerSpec:
         """How many of its ranks run on this host."""
         return self.tensor_parallel * self.pipeline_parallel // self.nodes
 
+    def sockets(self) -> tuple[tuple[str, str, int], ...]:
+        """(key, host, port) of all its listening sockets that we name; keys without a dot are those of the worker."""
+        transfer = () if self.transfer_port is None else (("transfer_port", self.transfer_host, self.transfer_port),)
+        meeting = () if self.meeting is None else (("nodes.port", *self.meeting),)
+        return (("port", self.host, self.port), *transfer, *meeting)
+
     def listens(self) -> tuple[tuple[str, int], ...]:
-        """(host, port) of all its listening sockets that we name."""
-        transfer = () if self.transfer_port is None else ((self.transfer_host, self.transfer_port),)
-        return ((self.host, self.port), *transfer)
+        """(host, port) of them."""
+        return tuple((host, port) for _, host, port in self.sockets())
