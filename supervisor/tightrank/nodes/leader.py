@@ -193,4 +193,4 @@ def lost(summary: str) -> Diagnosis:
 
 def _news(report: Report) -> tuple[object, ...]:
     return (report.supervisor, report.leader, report.generation, report.phase, report.clean, report.ready, report.stopping,
-            report.trouble)
+            report.trouble, report.budget, report.shed, report.aborts)
