@@ -246,11 +246,12 @@ def _nodes(leader: Leader, token: str) -> APIRouter:
     router = APIRouter(dependencies=[Depends(check)])
 
     @router.post("/nodes")
-    def nodes(body: Report) -> Response:
+    def nodes(request: Request, body: Report) -> Response:
         """For the supervisors of the worker's other hosts: how one is, and what it is to run."""
         if refused := leader.refusal(body):
             raise HTTPException(400, {"message": refused, "code": "wrong_node"})
-        orders = leader.hear(body, time.monotonic())
+        peer = (request.client.host, request.client.port) if request.client else None
+        orders = leader.hear(body, time.monotonic(), peer)
         if orders is None:
             raise HTTPException(503, {"message": "the leader's loop has stopped", "code": "not_ready"})
         return JsonResponse(orders.model_dump())

@@ -115,7 +115,7 @@ class Daemon:
             self._say("kernel", f"the kernel's log cannot be read ({self.kernel.why}); OOM kills are told by counters alone")
         leftovers.end_earlier(self.state, self._say)
         app = api.create(self.board, self.journal, self.requests, self._api_settings())
-        server = serve.Server(app, listening)
+        server = serve.Server(app, listening, self.others.closed)
         gc.collect()
         gc.freeze()                          # what is there now stays: no collection needs to walk it in a tick
         try:

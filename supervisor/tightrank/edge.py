@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -42,6 +43,12 @@ class Connection(H11Protocol):
         if len(self.connections) > CONNECTIONS:
             transport.abort()
         self.loop.call_later(REQUEST_SECONDS, self._close_if_silent)
+
+    closed: Callable[[tuple[str, int] | None], None] = staticmethod(lambda peer: None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.closed(self.client)
 
     def _close_if_silent(self) -> None:
         if self.cycle is None:

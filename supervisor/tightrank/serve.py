@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
@@ -22,10 +23,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server:
-    """uvicorn in a thread of its own, from now on, on a socket that is bound already: one in use is found before any start."""
+    """uvicorn in a thread of its own, from now on, on a socket that is bound already: one in use is found before any start.
+    `closed` is called, in that thread, with (address, port) of each client whose connection has ended."""
 
-    def __init__(self, app: FastAPI, listening: socket.socket) -> None:
-        config = uvicorn.Config(app, http=Connection, ws="none", loop="asyncio", lifespan="off", log_level="warning",
+    def __init__(self, app: FastAPI, listening: socket.socket,
+                 closed: Callable[[tuple[str, int] | None], None] = lambda peer: None) -> None:
+        told = type("Connection", (Connection,), {"closed": staticmethod(closed)})
+        config = uvicorn.Config(app, http=told, ws="none", loop="asyncio", lifespan="off", log_level="warning",
                                 access_log=False, server_header=False, date_header=False, timeout_graceful_shutdown=1)
         self._server = sockets.QuietServer(config)
         self._thread = threading.Thread(target=self._server.run, args=([listening],), name="http", daemon=True)

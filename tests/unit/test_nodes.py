@@ -3,6 +3,7 @@ rules that follow. Time is given, nothing is sent."""
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pydantic import ValidationError
 from tightrank.config import Nodes
 from tightrank.decide import Policy, decide
-from tightrank.nodes.leader import START_SECONDS, Leader
+from tightrank.nodes.leader import GONE_SECONDS, START_SECONDS, Leader
 from tightrank.nodes.member import Member, _Told
 from tightrank.nodes.words import Orders, Refusal, Report, Trouble
 from tightrank.numbering import Generations
@@ -124,6 +125,21 @@ def test_silence_ends_it_and_what_was_said_before_goes_before_silence(lead: Lead
     assert found is not None and found.cause == "killed-by-oom"
 
 
+def test_a_closed_connection_is_its_end_unless_another_is_made(lead: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = started(lead)
+    for node in (1, 2):
+        lead.hear(report(node, name, 4, Phase.UP), 11.0, ("10.0.0.9", 5000 + node))
+    monkeypatch.setattr(time, "monotonic", lambda: 11.1)
+    for peer in (None, ("10.0.0.9", 1), ("10.0.0.9", 5001)):
+        lead.closed(peer)
+    assert lead.view(view(phase=Phase.UP), 11.1 + GONE_SECONDS).trouble is None
+    found = lead.view(view(phase=Phase.UP), 11.2 + GONE_SECONDS).trouble
+    assert found is not None and "node 1 (b)" in found.summary and "closed the connection" in found.summary
+    lead.hear(report(1, name, 4, Phase.UP), 11.3, ("10.0.0.9", 6001))
+    lead.closed(("10.0.0.9", 5001))
+    assert lead.view(view(phase=Phase.UP), 13.0).trouble is None
+
+
 def test_what_it_recalled_itself_and_an_older_generation_are_no_troubles(lead: Leader) -> None:
     name = started(lead)
     recalled = Trouble.of(replace(DIED, cause="node-recalled"))
@@ -219,6 +235,16 @@ def test_its_ranks_end_with_the_lease(member: Member) -> None:
     assert member.view(view(phase=Phase.UP), 1.0 + LEASE).trouble is None
     found = member.view(view(phase=Phase.UP), 4.2).trouble
     assert found is not None and found.cause == "node-lost" and "3.2 s ago" in found.summary and "no route" in found.summary
+
+
+def test_its_ranks_end_when_nobody_listens_at_the_leader(member: Member) -> None:
+    tell(member, 1.0)
+    member.view(view(phase=Phase.STOPPED, generation=0), 1.0)
+    member.next_generation("w0")
+    member._no_door = 1.1
+    assert member.view(view(phase=Phase.UP), 1.1 + GONE_SECONDS).trouble is None
+    found = member.view(view(phase=Phase.UP), 1.2 + GONE_SECONDS).trouble
+    assert found is not None and found.cause == "node-lost"
 
 
 # --- the rules --------------------------------------------------------------------------------------------------------

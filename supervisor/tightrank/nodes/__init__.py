@@ -2,8 +2,9 @@
 
 Every member asks the leader a few times a second: it says what it is (`Report`) and is told what to run (`Orders`). An
 exchange shows each side that the other lives, in both directions; a stream would show the one who writes nothing. A side that
-has not had one for `nodes.lease` takes the other for lost and ends its ranks. Who leads is no matter of votes: the engine's
-rank 0 is the leader's, and without it there is nothing to serve.
+has not had one for `nodes.lease` takes the other for lost and ends its ranks; where the other's system closes or refuses the
+connection, its supervisor is dead (and its ranks with it), and that is known at once. Who leads is no matter of votes: the
+engine's rank 0 is the leader's, and without it there is nothing to serve.
 
 A generation is fenced by its number and by the leader's supervisor. It starts when all members were heard of, are clean and
 agree on configuration, adapter, engine and model; a member takes a number once and only a higher one than before, and runs it
@@ -42,6 +43,10 @@ class Others(Protocol):
 
     def rows(self, now: float) -> tuple[NodeStatus, ...]: ...
 
+    def closed(self, peer: tuple[str, int] | None) -> None:
+        """A client's connection has ended; from the HTTP thread."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -60,6 +65,9 @@ class Alone:
 
     def rows(self, now: float) -> tuple[NodeStatus, ...]:
         return ()
+
+    def closed(self, peer: tuple[str, int] | None) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from tightrank.records import Diagnosis, NodeOwn, NodeStatus, NodesView, Phase, 
 
 RUNNING = (Phase.STARTING, Phase.UP, Phase.DRAINING)
 RECALLED = "node-recalled"
+GONE_SECONDS = 0.75            # after the end of a connection: who lives has made another by then
 START_SECONDS = 10.0           # for a member to have begun what it was told to run: it asks a few times a second
 
 
@@ -21,6 +23,8 @@ START_SECONDS = 10.0           # for a member to have begun what it was told to 
 class _Heard:
     report: Report
     monotonic: float
+    peer: tuple[str, int] | None = None        # its connection
+    closed: float | None = None                # when that ended
 
 
 class Leader:
@@ -40,15 +44,22 @@ class Leader:
 
     # --- from HTTP ----------------------------------------------------------------------------------------------------
 
-    def hear(self, report: Report, now: float) -> Orders | None:
+    def hear(self, report: Report, now: float, peer: tuple[str, int] | None = None) -> Orders | None:
         """What it is told; None: our own loop has stopped, and nobody may act on what it last said."""
         with self._lock:
             before = self._heard.get(report.node)
-            self._heard[report.node] = _Heard(report, now)
+            self._heard[report.node] = _Heard(report, now, peer)
             orders = self._orders if now - self._told < self._nodes.lease_seconds else None
         if before is None or _news(before.report) != _news(report):
             self._ring()
         return orders
+
+    def closed(self, peer: tuple[str, int] | None) -> None:
+        """A connection has ended. A member whose last word came by it either has another by now or is gone."""
+        with self._lock:
+            for node, each in self._heard.items():
+                if peer is not None and each.peer == peer:
+                    self._heard[node] = replace(each, closed=time.monotonic())
 
     def refusal(self, report: Report) -> str:
         """Why this report cannot be taken ("": it can)."""
@@ -119,7 +130,8 @@ class Leader:
         return (report.leader, report.generation) == (self._me, generation)
 
     def _late(self, each: _Heard, now: float) -> bool:
-        return now - each.monotonic > self._nodes.lease_seconds
+        gone = each.closed is not None and now - each.closed > GONE_SECONDS
+        return gone or now - each.monotonic > self._nodes.lease_seconds
 
     def _blocks(self, heard: Mapping[int, _Heard], now: float) -> Iterator[str]:
         for node in range(1, self._nodes.count):
@@ -136,7 +148,8 @@ class Leader:
         if each is None:
             return "has not reported yet"
         if self._late(each, now):
-            return f"was last heard of {now - each.monotonic:.0f} s ago"
+            closed = ", and closed the connection" if each.closed else ""
+            return f"was last heard of {now - each.monotonic:.0f} s ago{closed}"
         different = [f"{name} ({each.report.agreement.get(name, 'unknown')}, here {ours})" for name, ours in
                      self._agreement.items() if each.report.agreement.get(name) != ours]
         if different:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tightrank.config import Nodes
 from tightrank.config.units import local_url
 from tightrank.errors import CAUSES
-from tightrank.nodes.leader import RECALLED, RUNNING, lost
+from tightrank.nodes.leader import GONE_SECONDS, RECALLED, RUNNING, lost
 from tightrank.nodes.words import Orders, Refusal, Report, Trouble
 from tightrank.numbering import Generations
 from tightrank.records import Diagnosis, NodeOwn, NodeStatus, NodesView, Phase, WorkerView
@@ -43,6 +43,7 @@ class Member:
         self._refused = "it has not answered yet"
         self._report: Report | None = None
         self._reported = 0.0
+        self._no_door: float | None = None     # since when nobody listens there
         self._crew = ""                        # the leader's supervisor, of the generation that was started last
         self._wanted: Orders | None = None     # as the last view saw it
         self._over = False
@@ -52,7 +53,8 @@ class Member:
 
     def view(self, view: WorkerView, now: float) -> NodesView:
         told = self._told
-        orders = told.orders if told is not None and now - told.asked <= self._nodes.lease_seconds else None
+        gone = self._no_door is not None and now - self._no_door > GONE_SECONDS
+        orders = told.orders if told is not None and now - told.asked <= self._nodes.lease_seconds and not gone else None
         self._wanted = orders
         if orders is None:
             return NodesView(False, lost(self._silence(told, now)))
@@ -96,6 +98,9 @@ class Member:
             self._report = self._report.model_copy(update={"stopping": True})
             self._exchange(httpx2.Client(trust_env=False, timeout=1.0))
 
+    def closed(self, peer: tuple[str, int] | None) -> None:
+        pass
+
     def _silence(self, told: _Told | None, now: float) -> str:
         if told is None:
             return f"{self._leader} has not told anything yet: {self._refused}"
@@ -124,12 +129,16 @@ class Member:
                 return
             orders = Orders.model_validate_json(answer.content)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            nobody = isinstance(error, httpx2.ConnectError) and "refused" in str(error)
+            self._no_door = (self._no_door or asked) if nobody else None
+            if nobody:
+                self._ring()
             self._refused = f"{type(error).__name__}: {error}"
             return
         except ValidationError as error:
             self._refused = f"its answer is none of ours ({error.error_count()} faults)"
             return
-        before, self._told, self._refused = self._told, _Told(orders, asked), ""
+        before, self._told, self._refused, self._no_door = self._told, _Told(orders, asked), "", None
         if before is None or before.orders != orders:
             self._ring()
 
