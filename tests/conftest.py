@@ -3,16 +3,17 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import hooks_table
 import pytest
-from helpers import ROOT, free_ports, kill, session_pids
+from helpers import ROOT, free_ports, kill, run_command, session_pids
 
 TESTS = ROOT / "tests"
 
-TIERS = ("unit", "process", "adapter", "engines", "docker")  # the quick ones first
+TIERS = ("unit", "process", "adapter", "hosts", "engines", "docker")  # the quick ones first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -92,3 +93,12 @@ def spawn() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             kill(pid)
         process.kill()
         process.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def dense_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of the tiny dense model with random weights, made once for a whole run."""
+    directory: Path = tmp_path_factory.mktemp("models") / "dense"
+    made = run_command([sys.executable, ROOT / "scripts" / "cpu" / "make_model.py", "dense", directory])
+    assert made.returncode == 0, made.stderr
+    return str(directory)

@@ -96,6 +96,10 @@ class Host:
         """Of the engine's processes, as seen from here; `role` is in their title."""
         return [pid for pid in self.pids() if _is_engine(pid) and role in _title(pid)]
 
+    def pid_here(self, inside: int) -> int:
+        """Of a process that has the pid `inside` on its host."""
+        return next(pid for pid in self.pids() if _numbers(pid)[-1] == inside)
+
     def supervisor_pid(self, module: str) -> int:
         return next(pid for pid in self.pids() if module in _title(pid) and not _is_engine(pid) and
                     not _title(pid).startswith(("nsenter ", "unshare ")))
@@ -146,25 +150,27 @@ class Host:
 class Hosts:
     """All three, under one configuration."""
 
-    def __init__(self, directory: Path, engine: str = "vllm", settings: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(self, directory: Path, engine: str = "vllm", settings: dict[str, Any] | None = None, nodes: int = NODES,
+                 **options: Any) -> None:
         _run("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
         _run("ip", "-n", SWITCH, "link", "add", "ours", "type", "veth", "peer", "name", OURS, "netns", "1")
         _run("ip", "-n", SWITCH, "link", "set", "ours", "master", "bridge0", "up")
         _run("ip", "addr", "add", f"{NETWORK}254/24", "dev", OURS)
         _run("ip", "link", "set", OURS, "up")
         (directory / "token").write_text(TOKEN)
-        options = {"model": fake_model(directory), "tensor_parallel": NODES, **options}
-        self.all = [self._host(directory, node, engine, settings or {}, options) for node in range(NODES)]
+        options = {"model": fake_model(directory), "tensor_parallel": nodes, **options}
+        self.addresses = [f"{NETWORK}{node + 1}" for node in range(nodes)]
+        self.all = [self._host(directory, node, engine, settings or {}, options) for node in range(nodes)]
 
     def _host(self, directory: Path, node: int, engine: str, settings: dict[str, Any], options: dict[str, Any]) -> Host:
         place = directory / f"host{node}"
         place.mkdir()
         made = Deployment(place, engine=engine, settings={
-            "http": {"host": f"{NETWORK}{node + 1}", "port": PORT}, "line": {"budget": 8_000_000},
-            "nodes": {"addresses": [f"{NETWORK}{each + 1}" for each in range(NODES)], "port": MEETING,
-                      "token_file": str(directory / "token")}, **settings}, **options)
+            "http": {"host": self.addresses[node], "port": PORT}, "line": {"budget": 8_000_000},
+            "nodes": {"addresses": self.addresses, "port": MEETING, "token_file": str(directory / "token")}, **settings},
+            **options)
         body = json.loads(made.file.read_text())
-        body["workers"][0] |= {"host": f"{NETWORK}{node + 1}", "port": ENGINE_PORT}
+        body["workers"][0] |= {"host": self.addresses[node], "port": ENGINE_PORT}
         made.file.write_text(json.dumps(body))
         return Host(node, made)
 
@@ -197,7 +203,7 @@ class Hosts:
         return lambda: not set(pids) & {pid for host in self.all for pid in host.engine_pids()}
 
     def engine_pids(self, *nodes: int) -> list[int]:
-        return [pid for node in nodes or range(NODES) for pid in self.all[node].engine_pids()]
+        return [pid for node in nodes or range(len(self.all)) for pid in self.all[node].engine_pids()]
 
     def ask(self) -> int:
         """The status of a request; 0: the connection failed at once."""
@@ -226,6 +232,15 @@ def _title(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def _numbers(pid: int) -> list[int]:
+    """Its pids, from the outermost namespace to its own."""
+    try:
+        [found] = [row for row in Path(f"/proc/{pid}/status").read_text().splitlines() if row.startswith("NSpid:")]
+    except OSError:
+        return [0]
+    return [int(number) for number in found.split()[1:]]
 
 
 def _is_engine(pid: int) -> bool:
