@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ SWITCH, OURS, NETWORK = "tr-net", "tr-us", "10.77.0."    # the bridge has a name
 MEMORY, FREEZER = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup/freezer")
 TOKEN = "spoken-between-hosts"
 _MAIN = "import sys; from tightrank.cli import main; sys.exit(main())"
+_RUN = b"TIGHTRANK_RUN="
 _ISOLATED = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -30,6 +32,8 @@ def prepare() -> str:
     """Makes the switch. Why no hosts can be made here; "": they can."""
     if os.geteuid() != 0:
         return "needs root: network namespaces"
+    if lacking := [program for program in ("ip", "nsenter", "unshare", "iptables") if shutil.which(program) is None]:
+        return f"needs {', '.join(lacking)} (Debian: iproute2, util-linux, iptables)"
     if not (MEMORY.is_dir() and FREEZER.is_dir()):
         return "needs the cgroup v1 controllers memory and freezer"
     _run("ip", "link", "del", OURS, check=False)
@@ -94,15 +98,24 @@ class Host:
 
     def engine_pids(self, role: str = "") -> list[int]:
         """Of the engine's processes, as seen from here; `role` is in their title."""
-        return [pid for pid in self.pids() if _is_engine(pid) and role in _title(pid)]
+        return [pid for pid in self.pids() if is_engine(pid) and role in title(pid)]
+
+    def generations(self) -> set[int]:
+        """Of the engine's processes that live."""
+        found = set()
+        for pid in self.engine_pids():
+            with contextlib.suppress(OSError, ValueError):
+                [run] = [word for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") if word.startswith(_RUN)]
+                found.add(int(run.rpartition(b":")[2]))
+        return found
 
     def pid_here(self, inside: int) -> int:
         """Of a process that has the pid `inside` on its host."""
         return next(pid for pid in self.pids() if _numbers(pid)[-1] == inside)
 
     def supervisor_pid(self, module: str) -> int:
-        return next(pid for pid in self.pids() if module in _title(pid) and not _is_engine(pid) and
-                    not _title(pid).startswith(("nsenter ", "unshare ")))
+        return next(pid for pid in self.pids() if module in title(pid) and not is_engine(pid) and
+                    not title(pid).startswith(("nsenter ", "unshare ")))
 
     def kill(self) -> int:
         """The whole host loses its power. How many processes it had."""
@@ -227,7 +240,8 @@ def _removed(group: Path) -> bool:
     return True
 
 
-def _title(pid: int) -> str:
+def title(pid: int) -> str:
+    """Its command line; "" when it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -243,9 +257,10 @@ def _numbers(pid: int) -> list[int]:
     return [int(number) for number in found.split()[1:]]
 
 
-def _is_engine(pid: int) -> bool:
+def is_engine(pid: int) -> bool:
+    """Whether it lives and descends from a generation."""
     try:
-        return b"TIGHTRANK_RUN=" in Path(f"/proc/{pid}/environ").read_bytes() and \
+        return _RUN in Path(f"/proc/{pid}/environ").read_bytes() and \
             Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False

@@ -192,8 +192,7 @@ def member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Member:
 
 
 def tell(member: Member, now: float, generation: int | None = 4, leader: str = "l", **changes: Any) -> None:
-    values = {"number": 2, "leader": leader, "generation": generation, "admitted": False, "draining": False, "why": "because",
-              **changes}
+    values = {"number": 2, "leader": leader, "generation": generation, "admitted": False, "why": "because", **changes}
     member._told = _Told(Orders(**values), now)
 
 
@@ -216,8 +215,8 @@ def test_a_number_that_was_used_is_not_run_again_for_anybody(member: Member) -> 
 
 
 @pytest.mark.parametrize(("changes", "cause"), [
-    ({}, ""), ({"generation": None}, "node-recalled"), ({"generation": 5}, "node-recalled"), ({"leader": "x"}, "node-recalled"),
-    ({"generation": None, "draining": True}, "")])
+    ({}, ""), ({"generation": None}, "node-recalled"), ({"generation": 5}, "node-recalled"),
+    ({"leader": "x"}, "node-recalled")])
 def test_its_ranks_end_with_the_leaders_word(member: Member, changes: dict[str, Any], cause: str) -> None:
     tell(member, 1.0)
     member.view(view(phase=Phase.STOPPED, generation=0), 1.0)

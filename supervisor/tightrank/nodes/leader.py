@@ -38,8 +38,7 @@ class Leader:
         self._heard: dict[int, _Heard] = {}
         self._crew: dict[int, str] = {}        # node -> its supervisor, when this generation began
         self._began = 0.0
-        self._orders = Orders(number=1, leader=self._me, generation=None, admitted=False, draining=False,
-                              why="the leader starts")
+        self._orders = Orders(number=1, leader=self._me, generation=None, admitted=False, why="the leader starts")
         self._told = 0.0                       # when they were last looked at by a tick
 
     # --- from HTTP ----------------------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ class Leader:
             generation = own.generation if runs else None
             number = self._orders.number + (generation != self._orders.generation)
             self._orders = Orders(number=number, leader=self._me, generation=generation, admitted=own.phase is Phase.UP,
-                                  draining=own.drains, why=self._why(own, now))
+                                  why=self._why(own, now))
 
     def next_generation(self, worker: str) -> int:
         with self._lock:

@@ -61,8 +61,7 @@ class Member:
         mine = view.phase not in RUNNING or (orders.leader, orders.generation) == (self._crew, view.generation)
         wanted = orders.generation if orders.generation is None or view.phase in RUNNING or \
             orders.generation > self._generations.last(view.name) else None
-        return NodesView(False, None if mine or orders.draining else _recalled(orders, self._leader), wanted=wanted,
-                         admitted=orders.admitted, draining=orders.draining)
+        return NodesView(False, None if mine else _recalled(orders, self._leader), wanted=wanted, admitted=orders.admitted)
 
     def publish(self, own: NodeOwn, now: float) -> None:
         """After a tick."""
@@ -96,7 +95,8 @@ class Member:
         self._over = True
         if self._report is not None:
             self._report = self._report.model_copy(update={"stopping": True})
-            self._exchange(httpx2.Client(trust_env=False, timeout=1.0))
+            with httpx2.Client(trust_env=False, timeout=1.0) as client:
+                self._exchange(client)
 
     def closed(self, peer: tuple[str, int] | None) -> None:
         pass

@@ -83,5 +83,4 @@ class Orders(_Words):
     leader: str = Field(max_length=64)
     generation: int | None
     admitted: bool
-    draining: bool
     why: str

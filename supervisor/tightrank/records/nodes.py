@@ -12,7 +12,7 @@ class NodesView:
 
     On the leader `blocked` says why no generation can start ("": one can), and `whole` whether the ranks of all other hosts
     are in force. On a member `wanted` is the generation that it is to run (None: none), `admitted` whether that one is up at
-    the leader, `draining` whether it is being ended on request. `trouble`: why this generation must end here.
+    the leader. `trouble`: why this generation must end here.
     """
     leads: bool
     trouble: Diagnosis | None = None
@@ -20,7 +20,6 @@ class NodesView:
     whole: bool = False
     wanted: int | None = None
     admitted: bool = False
-    draining: bool = False
     budget: int | None = None          # leader: the least that another host allows, token²; None: not known now
     budget_from: str = ""              # which host that is
     shed: Shed | None = None           # leader: of the host that refuses most
