@@ -1,8 +1,8 @@
 """scripts/chaos --hosts: random faults of one worker over three hosts (tests/hosts_net.py), one to three at once.
 
 A round: ranks, daemons and whole hosts are killed, hosts are frozen, links cut in one or both directions or made to lose a
-third; some seconds later all of it is healed at once, and hosts that are off are switched on. Then the worker must be up in a new
-generation on all hosts, by itself, and serve. At no time may ranks of two generations run on hosts that are not frozen.
+third; some seconds later all of it is healed at once, and hosts that are off are switched on. Then the worker must be up in
+one generation on all hosts, by itself, and serve. At no time may ranks of two generations run on hosts that are not frozen.
 """
 from __future__ import annotations
 

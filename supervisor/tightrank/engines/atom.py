@@ -50,7 +50,7 @@ class Atom:
     transfer_roles = ()
     transfer_port = 0
     transfers = ()
-    spans_hosts = False
+    address_variable = ""
     whole_steps = False
 
     def transfer_host(self, host: str, address: str) -> str:

@@ -91,7 +91,7 @@ class Engine(Protocol):
     transfer_roles: tuple[str, ...]            # roles that listen for their peers
     transfer_port: int                         # where the first of them does
     transfers: tuple[str, ...]                 # what may carry KV; empty: the engine knows
-    spans_hosts: bool                          # one worker may have ranks on several hosts
+    address_variable: str                      # where its ranks are reached by those of other hosts; "": it runs on one host
     whole_steps: bool                          # on a device its step records end with the result, else with the last launch
 
     def transfer_host(self, host: str, address: str) -> str:

@@ -49,7 +49,7 @@ class SGLang:
     transfer_roles = ("prefill",)      # the bootstrap server
     transfer_port = 8998
     transfers = ()                     # plugins add to them (arg_groups/choices.py)
-    spans_hosts = True
+    address_variable = "SGLANG_HOST_IP"
     whole_steps = True
 
     def transfer_host(self, host: str, address: str) -> str:

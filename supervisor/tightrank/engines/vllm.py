@@ -62,7 +62,7 @@ class VLLM:
     transfer_roles = ("prefill", "decode")       # NIXL's side channel
     transfer_port = 5600
     transfers = ("nixl",)
-    spans_hosts = True
+    address_variable = "VLLM_HOST_IP"
     whole_steps = False
 
     def transfer_host(self, host: str, address: str) -> str:

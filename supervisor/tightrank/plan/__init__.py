@@ -24,7 +24,7 @@ from tightrank.config.flags import (
     without_secrets,
 )
 from tightrank.config.units import format_size
-from tightrank.engines.base import Engine, Place, Wish, number
+from tightrank.engines.base import Engine, Place, Wish, is_address, number
 from tightrank.host import HostFacts
 from tightrank.inputs import Inputs
 from tightrank.plan import hooks, pd
@@ -56,7 +56,7 @@ def _refuse_hooks(config: Config, engine: Engine) -> None:
 def _refuse_nodes(config: Config, engine: Engine) -> None:
     if not config.nodes.addresses:
         return
-    if not engine.spans_hosts:
+    if not engine.address_variable:
         raise config.error("nodes.addresses", f"{engine.name} runs on one host; leave nodes out")
     for index, worker in enumerate(config.workers):
         if found := [flag for flag in NODE_FLAGS[config.engine] if has(worker.args, flag)]:
@@ -99,7 +99,7 @@ def _worker(config: Config, index: int, engine: Engine, inputs: Inputs) -> Worke
     if (why := engine.refusal(worker, config.hooks)) is not None:
         raise config.error(f"{path}.args", why)
     chosen = choose(config, index, engine, inputs) if "line" in config.hooks else None
-    environment, env_notes = _environment(worker, engine, inputs)
+    environment, env_notes = _environment(config, worker, engine, inputs)
     theirs = {**inputs.environment, **environment}
     told = pd.tell(config, index, engine, theirs)
     steered = chosen if "line" not in config.observe else None     # an observed line bounds nothing
@@ -171,12 +171,15 @@ def _served_model(config: Config, worker: Worker) -> str:
     return value(worker.args, *FLAGS[config.engine]["model"]) or worker.args[0]
 
 
-def _environment(worker: Worker, engine: Engine, inputs: Inputs) -> tuple[dict[str, str], tuple[str, ...]]:
+def _environment(config: Config, worker: Worker, engine: Engine, inputs: Inputs) -> tuple[dict[str, str], tuple[str, ...]]:
     """What we set over the supervisor's own environment, and sentences about it. PYTHONPATH is launch's to extend."""
     theirs = {**inputs.environment, **worker.env}
     # setproctitle would wipe /proc/PID/environ, and with it the mark by which leftovers are found
     ours = {"SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
     ours |= {name: text for name, text in engine.environment().items() if name not in theirs}
+    if config.nodes.addresses and is_address(own := config.nodes.addresses[config.nodes.rank or 0]) and \
+            engine.address_variable not in theirs:
+        ours[engine.address_variable] = own        # their own guess is the address of the default route
     if worker.devices:
         ours["CUDA_VISIBLE_DEVICES"] = ",".join(worker.devices)
     if engine.name == "vllm" and worker.api_key_file is not None:
