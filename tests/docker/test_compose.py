@@ -118,7 +118,7 @@ def test_a_kill_by_the_kernel_is_told_at_the_gateway(stack: Stack) -> None:
 
 def test_a_start_that_cannot_work_is_tried_once(stack: Stack) -> None:
     stack.compose("rm", "-s", "-f", "-v", "worker")
-    docker_daemon.run("docker", "volume", "rm", f"{stack.environment['COMPOSE_PROJECT_NAME']}_worker")
+    docker_daemon.run("docker", "volume", "rm", "--force", f"{stack.environment['COMPOSE_PROJECT_NAME']}_worker")
     stack.compose("up", "-d", more=(HERE / "sizing.yaml",))
     assert stack.inspect("worker")["HostConfig"]["RestartPolicy"]["Name"] == "always"
     worker = stack.wait_cause("kv-pool-too-small")
